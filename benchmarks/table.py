@@ -1,9 +1,12 @@
 """Format all rows as the tables of docs/speed.md, a table for each kind of benchmark and GPU."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.rows import NOT_MEASURED, OLDER, Row, gpu_name, has_enough_runs, latest, markdown
+from qerl.cli.bench.case import DecodeCase
+from qerl.cli.bench.decode import floor_figures
 
 Columns = dict[str, Callable[[Row], str]]
 _COLUMNS_ALWAYS_SHOWN = 3
@@ -21,7 +24,7 @@ def decode_tables(rows: list[Row]) -> str:
         return (
             f"**Sampling, {row['shape']} shape, {gpu_name(row)}**: tokens/s by batch, prefill included,"
             f" prompts of {row['prompt_tokens']:,} and samples of {row['max_tokens']:,} tokens, random"
-            f" weights, median of at least 3 runs; {_LIMIT}."
+            f" weights, median of at least 3 runs; {_LIMIT}, a head in its own format included."
         )
 
     settings = {
@@ -33,7 +36,16 @@ def decode_tables(rows: list[Row]) -> str:
         "noise_sigma": "noise",
         "group_size": "samples per prompt",
     }
-    return _by_batch(rows, "decode", title, settings, lambda row: f"{row['tok_per_s']:,.0f}{_fraction(row)}")
+    return _by_batch(rows, "decode", title, settings, _decode_cell)
+
+
+def _decode_cell(row: Row) -> str:
+    """Return the row's speed and its share of the floor as roofline.py computes it today.
+
+    A row without floor_head stored a floor that counts a BF16 head in the format of the linears."""
+    names = [field.name for field in dataclasses.fields(DecodeCase)]
+    case = DecodeCase(**{name: _setting(row, name) for name in names})
+    return f"{row['tok_per_s']:,.0f}{_fraction(floor_figures(case, row['tok_per_s'], row['gpu']))}"
 
 
 def linear_tables(rows: list[Row]) -> str:

@@ -84,10 +84,19 @@ def test_the_linear_table_has_a_line_per_library_and_a_column_per_batch():
 def test_the_sampling_table_always_names_rank_and_kv_and_other_settings_where_they_differ():
     text = decode_tables([decode(8, 3218.4), decode(32, 10646.0)])
     assert "| weights | LoRA rank | KV | 8 | 32 |\n" in text
-    assert "| qerl-nvfp4 | 32 | bf16 | 3,218 (60%) | 10,646 (60%) |" in text
+    assert "| qerl-nvfp4 | 32 | bf16 | 3,218 (47%) | 10,646 (47%) |" in text
     text = decode_tables([decode(8, 3218.4), decode(8, 3210.0, noise_sigma=0.01)])
     assert "| weights | LoRA rank | KV | noise | 8 |\n" in text
-    assert "| qerl-nvfp4 | 32 | bf16 | 0.01 | 3,210 (60%) |" in text
+    assert "| qerl-nvfp4 | 32 | bf16 | 0.01 | 3,210 (47%) |" in text
+
+
+def test_all_fractions_of_sampling_count_the_head_that_the_row_has():
+    """Older rows stored a fraction (here 0.6) of a floor with a head in the linears' format."""
+    rows = [decode(8, 2751.6, head=head, shape="qwen3.5-9b") for head in ("bf16", "nvfp4")]
+    assert [line.split("|")[5] for line in decode_tables(rows).splitlines() if "2,752" in line] == [
+        " 2,752 (54%) ",
+        " 2,752 (43%) ",
+    ]
 
 
 def test_the_latest_row_of_a_case_counts():

@@ -3,12 +3,13 @@
 Numbers are those that bf16 has exactly, so that the BF16 format loses nothing.
 """
 
+import copy
 import warnings
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from qerl.models.source import ModelSource
 from qerl.models.transformers_loader import load_transformers_model
@@ -25,6 +26,19 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+DELTA = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
 }
 ROWS = {
     "GPTNeoX": {},  # LayerNorm; q, k and v in one linear
@@ -45,8 +59,29 @@ ROWS = {
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": 272,
     },
+    "Jamba": {  # Mamba layers, whose code reads dt_proj's weight
+        "num_experts": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+    },
+    "MiniMax": {  # a cache of a class of its own
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 16,
+    },
+    "Qwen3Next": DELTA,  # a mixture of a family whose dense models are described
     "Llama": {},
 }
+IMAGES = {  # settings of the language part
+    "Qwen2_5_VL": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}},
+    "Qwen3_5Moe": {**DELTA, "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
+    "PaliGemma": {"model_type": "gemma", "head_dim": 16},
+}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+TOWER |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+TOWER |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "projection_dim": 64}
 
 
 def oracle(family: str):
@@ -54,8 +89,13 @@ def oracle(family: str):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = getattr(transformers, f"{family}Config")(**SHAPE | ROWS[family])
-        model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        kind, auto = getattr(transformers, f"{family}Config"), AutoModelForCausalLM
+        if family in IMAGES:
+            auto, tower = AutoModelForImageTextToText, TOWER
+            config = kind(text_config=SHAPE | IMAGES[family], vision_config=tower, image_token_id=5)
+        else:
+            config = kind(**copy.deepcopy(SHAPE | ROWS[family]))  # transformers changes what it is given
+        model = auto.from_config(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(torch.randn(parameter.shape) * 0.1)

@@ -2,6 +2,7 @@
 keys and orders as conversion/*.py has them.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -52,6 +53,11 @@ def rope_factors(config) -> dict[str, np.ndarray]:
     settings = config.rope_parameters
     lists = {"long": settings["long_factor"], "short": settings["short_factor"]}
     return {f"rope_factors_{name}.weight": np.array(values, np.float32) for name, values in lists.items()}
+
+
+def unturned(config) -> dict[str, np.ndarray]:
+    """As Gemma4Model.generate_extra_tensors makes it: of a global head of 24 half of the pairs turn."""
+    return {"rope_freqs.weight": np.array([1.0] * 6 + [1e30] * 6, np.float32)}
 
 
 GRANITE_KEYS = {
@@ -146,6 +152,46 @@ ROWS = {
         },
         norm_shift=1.0,
     ),
+    "gemma4": GgufRow(
+        family="Gemma4",
+        arch="gemma4",
+        keys={
+            "attention.key_length": 24,
+            "attention.value_length": 24,
+            "attention.key_length_swa": 16,
+            "attention.value_length_swa": 16,
+            "attention.head_count_kv": [2, 1] * 2,
+            "attention.sliding_window": 7,
+            "attention.sliding_window_pattern": [True, False] * 2,
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+            "final_logit_softcapping": 6.0,
+            "rope.dimension_count": 24,
+            "rope.dimension_count_swa": 16,
+            "rope.freq_base_swa": 100.0,
+        },
+        extra=unturned,
+    ),
+    "gemma4-values": GgufRow(  # values of their own, as many heads in all layers
+        family="Gemma4",
+        arch="gemma4",
+        changes={
+            "attention_k_eq_v": False,
+            "num_global_key_value_heads": None,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "num_hidden_layers": 6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"full_attention": {**LOCAL, "rope_theta": 1e6}, "sliding_attention": LOCAL},
+        },
+        keys={
+            "attention.key_length": 24,
+            "attention.key_length_swa": 16,
+            "attention.sliding_window": 7,
+            "final_logit_softcapping": 6.0,
+            "rope.dimension_count": 24,
+            "rope.freq_base_swa": 100.0,
+        },
+    ),
     "phi3": GgufRow(
         family="Phi3",
         arch="phi3",
@@ -219,13 +265,14 @@ def model_of(row: GgufRow):
 def write_row(file: Path, row: GgufRow, model, *, kinds=None, as_float=False, vocabulary=None) -> None:
     """Write the model in float32, or in the ggml type that `kinds` gives for a part of a tensor's name.
     as_float: what this type holds, as float32. vocabulary(writer) adds the tokenizer's keys."""
-    config, f32 = model.config, gguf.GGMLQuantizationType.F32
+    config, f32 = copy.deepcopy(model.config), gguf.GGMLQuantizationType.F32
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's head_dim is that of windows here
     writer = gguf.GGUFWriter(file, row.arch)
     for key, value in all_keys(row, config).items():
         add(writer, f"{row.arch}.{key}", value)
     if vocabulary is not None:
         vocabulary(writer)
-    for name, value in converted(row, model).items():
+    for name, value in converted(row, model, config).items():
         kind = next((k for part, k in (kinds or {}).items() if part in name), f32)
         raw = gguf.quantize(value, kind)
         if as_float:
@@ -270,9 +317,8 @@ def add(writer, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
 
 
-def converted(row: GgufRow, model) -> dict[str, np.ndarray]:
+def converted(row: GgufRow, model, config) -> dict[str, np.ndarray]:
     """Return the tensors with ggml's names, as the converter orders and changes them."""
-    config = model.config
     arch = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == row.arch)
     ggml_names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -284,6 +330,8 @@ def converted(row: GgufRow, model) -> dict[str, np.ndarray]:
         short = name.split(".")[-2]
         if row.is_paired and short in heads:
             value = halves_to_pairs(value, heads[short])
+        if name.endswith("layer_scalar"):
+            name += ".weight"  # as Gemma4Model.filter_tensors names it
         if name.endswith("norm.weight") and "linear_attn" not in name:
             value = value + row.norm_shift
         if "linear_attn" in name:

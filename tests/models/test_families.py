@@ -254,6 +254,15 @@ def test_a_family_that_is_not_there_is_refused_with_the_list():
     assert all(name in said for name in (*FAMILIES, *MULTIMODAL))
 
 
+def test_of_more_than_ten_layers_transformers_writes_each_with_two_digits(tmp_path):
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    model = oracle("Gemma4", num_hidden_layers=12, layer_types=types * 2)
+    config = json.loads((save(model, tmp_path) / "config.json").read_text())
+    assert "05" in config["per_layer_config"]
+    found = logits_of(load(tmp_path), TOKENS_T)
+    torch.testing.assert_close(found, model(TOKENS_T[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", ROWS)
 def test_noise_acts_on_two_norms_of_each_layer(pairs, family):
     decoder = pairs.of(family)[2]

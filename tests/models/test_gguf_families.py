@@ -198,6 +198,11 @@ def test_a_quantized_copy_is_the_same_model(tmp_path, name):
 
 
 CHANGED_KEYS = {
+    "embedding_length_per_layer_input": (
+        16,
+        "embeddings of each layer .* not supported in GGUF; use the model",
+    ),
+    "attention.shared_kv_layers": (2, "layers that share keys and values are not supported in GGUF"),
     "expert_count": (8, "mixture of experts"),
     "attention.head_count": ("four", "head_count must be one positive number"),
     "attention.key_length": (0, "key_length must be one positive number"),
@@ -216,6 +221,13 @@ def test_a_key_that_does_not_fit_is_one_line(tmp_path, key):
     with pytest.raises(UserError, match=says) as caught:
         decoder_of(tmp_path / "odd.gguf")
     assert "\n" not in str(caught.value)
+
+
+def test_files_that_llama_cpp_cannot_write_have_no_row():
+    """Of Qwen3-Next it knows the mixtures only: the architecture's list lacks the tensors of a dense MLP."""
+    tensors = gguf.MODEL_TENSORS[gguf.MODEL_ARCH.QWEN3NEXT]
+    assert gguf.MODEL_TENSOR.FFN_UP not in tensors and gguf.MODEL_TENSOR.FFN_UP_EXP in tensors
+    assert not any("ministral" in name for name in gguf.MODEL_ARCH_NAMES.values())
 
 
 def test_divisors_that_are_not_llama_3s_are_refused(tmp_path):

@@ -4,12 +4,12 @@ import pytest
 from checkpoints import TEMPLATE, add_vocabulary, byte_tokens
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GemmaTokenizer
 
 from models.gguf_rows import ROWS, model_of, write_row
 from qerl.errors import UserError
 from qerl.models.gguf_file import GgufFile
-from qerl.models.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+from qerl.models.gguf_tokenizer import PRE_TOKENIZERS, _implied_merges, gguf_tokenizer
 
 SPACE = "\u2581"
 PIECES = [SPACE, *"helowrd", f"{SPACE}h", "he", "el", "ll", "lo", "hell", "hello", f"{SPACE}hello", SPACE * 2]
@@ -87,6 +87,32 @@ def test_runs_of_spaces_of_a_gemma_are_found(tmp_path):
     ours, theirs = tokenizers_of(tmp_path, "gemma3", vocabulary)
     assert ours("hello   world").input_ids == theirs("hello   world").input_ids
     assert SPACE * 2 in ours.convert_ids_to_tokens(ours("lo   lo").input_ids)
+
+
+def test_the_merges_of_a_gemma_4_are_those_of_the_file(tmp_path):
+    """As Gemma4Model.set_vocab writes them; the order of the file's merges is not that of its tokens."""
+    merges = [
+        cut for cut in _implied_merges(TOKENS, [float(-len(t)) for t in TOKENS]) if "".join(cut) != "wor"
+    ]
+
+    def vocabulary(writer):
+        sentencepiece(writer, add_bos_token=True, add_space_prefix=False)
+        writer.kv_data[0].pop("tokenizer.ggml.model")
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_merges([" ".join(cut) for cut in merges])
+
+    file = tmp_path / "tiny.gguf"
+    write_row(file, ROWS["gemma4"], model_of(ROWS["gemma4"]), vocabulary=vocabulary)
+    ours = gguf_tokenizer(GgufFile(file))
+    ids = {token: index for index, token in enumerate(TOKENS)}
+    theirs = GemmaTokenizer(vocab=ids, merges=merges, bos_token="<s>", eos_token="</s>")
+    theirs.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    theirs.add_tokens(["<think>"])
+    for text in [*TEXTS, *MIXED, " hello", "   hello", "world wor"]:
+        expected = theirs(text, add_special_tokens=False).input_ids
+        assert ours(text).input_ids == [1, *expected], text
+        assert ours.decode(expected) == theirs.decode(expected), text
+    assert ids["wor"] not in ours("wor").input_ids
 
 
 CODE = "It's 12345 x_1 = f(a,b);\n\n\tdef F\u00e9e(self):\r\n  return 'HTMLParser'"

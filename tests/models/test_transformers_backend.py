@@ -14,6 +14,7 @@ from models.any_family import ROWS, SHAPE, load, oracle
 from models.tiny import logits_of
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, ModelConfig, RunConfig
+from qerl.engine.lockstep import begin
 from qerl.errors import UserError
 from qerl.models.adapter import adapter_tensors, add_adapter
 from qerl.models.backend import backend_of
@@ -52,6 +53,44 @@ def test_of_a_model_for_images_the_language_part_is_packed(tmp_path):
     found, tokens = load(tmp_path), torch.arange(3, 23)[None]
     assert {name.split(".")[1] for name, _ in found.linears()} == {"language_model"}
     torch.testing.assert_close(found.model(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3_5Moe"])
+def test_a_class_for_images_is_trained_on_text(tmp_path, family):
+    model, tokens = oracle(family), torch.arange(9, 29)[None]
+    model.save_pretrained(tmp_path)
+    assert backend_of(ModelConfig(path=str(tmp_path))) == "transformers"
+    found = load(tmp_path)
+    assert not any("visual" in name for name, _ in found.linears())
+    torch.testing.assert_close(found.model(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["MiniMax", "Jamba", "Qwen3Next", "Qwen2_5_VL", "Exaone4"])
+def test_rows_that_are_copied_and_dropped_decode_as_whole_sequences(tmp_path, family):
+    model, rng = oracle(family), torch.Generator().manual_seed(1)
+    model.save_pretrained(tmp_path)
+    prompts, more = (torch.randint(9, 270, size, generator=rng) for size in ((3, 7), (5, 4)))
+    lockstep, _ = begin(load(tmp_path), prompts, num_logits=1)
+    rows = [2, 0, 2, 1, 0]
+    own, kept = lockstep.copy_of(rows), [0, 1, 2, 3, 4]
+    for step in range(4):
+        if step == 2:
+            kept = [3, 0]
+            own.keep(kept)
+        got = own.extend(more[kept, step : step + 1])
+        whole = torch.cat((prompts[[rows[i] for i in kept]], more[kept, : step + 1]), 1)
+        torch.testing.assert_close(got, model(whole).logits[:, -1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "says"), [("PaliGemma", "tokens see later ones"), ("GPT2", "no torch.nn.Linear")]
+)
+def test_a_model_that_cannot_be_trained_is_refused_in_one_line(tmp_path, monkeypatch, family, says):
+    monkeypatch.setitem(ROWS, "GPT2", {"n_embd": 64, "n_layer": 1, "n_head": 4})
+    oracle(family).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=says) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8", "int8", "bf16"])
@@ -190,9 +229,15 @@ def test_loading_holds_one_tensor_besides_the_packed_model(tmp_path, monkeypatch
 
 
 def test_auto_takes_our_decoder_where_a_family_is_described(tmp_path):
-    for family, backend in (("Llama", "qerl"), ("GPTNeoX", "transformers")):
+    """One that a family is named for is looked at: of Qwen3-Next only dense models are described."""
+    for family, backend in (("Llama", "qerl"), ("GPTNeoX", "transformers"), ("Qwen3Next", "transformers")):
         oracle(family).save_pretrained(tmp_path / family)
         assert backend_of(ModelConfig(path=str(tmp_path / family))) == backend
+    (why,) = [line for line in load(tmp_path / family).notices if "our decoder" in line]
+    assert why.startswith("our decoder does not run it: num_experts must be 0, got 4")
+    config = json.loads((tmp_path / "Llama" / "config.json").read_text()) | {"num_hidden_layers": "two"}
+    (tmp_path / "Llama" / "config.json").write_text(json.dumps(config))  # wrong, so that ours says so
+    assert backend_of(ModelConfig(path=str(tmp_path / "Llama"))) == "qerl"
     config = json.loads((tmp_path / "GPTNeoX" / "config.json").read_text())
     (tmp_path / "GPTNeoX" / "config.json").write_text(
         json.dumps(config | {"architectures": ["NewForCausalLM"]})

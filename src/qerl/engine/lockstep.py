@@ -1,8 +1,8 @@
 """Samples that grow together in one of transformers' caches: same length, one token each at a time.
 
 A row needs no padding and no mask, so that every kind of layer computes it as it does a lone sequence. Rows
-of other lengths are in another Lockstep, with a forward pass of its own. A model that returns no cache that
-can be copied and cut computes all tokens again at every step.
+of other lengths are in another Lockstep, with a forward pass of its own. A model that returns no cache, or
+one of a class of its own (MiniMax's does not reorder its states), computes all tokens again at every step.
 """
 
 import copy
@@ -66,4 +66,5 @@ def forward(
     name = "cache" if "cache" in taken else "past_key_values"  # its name before transformers 5.24
     found = model.model(tokens_BT, **{name: cache}, use_cache=True, **kept)
     after = getattr(found, name, None)
-    return found.logits, after if hasattr(after, "reorder_cache") else None
+    is_known = type(after).__module__ == "transformers.cache_utils" and hasattr(after, "reorder_cache")
+    return found.logits, after if is_known else None

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 
 from qerl.config import ModelConfig
 from qerl.errors import UserError
-from qerl.models.families import is_described
+from qerl.models.families import obstacle
 from qerl.models.families.reader import short_text
 from qerl.models.source import ModelSource, locate
 from qerl.models.state_dict import architecture_of
@@ -35,7 +35,7 @@ def backend_of(model: ModelConfig) -> Literal["qerl", "transformers"]:
     config = source.open().config
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if model.backend == "auto" and (is_described(config) or not _is_known(name)):
+    if model.backend == "auto" and (obstacle(config) is None or not _is_known(name)):
         return "qerl"  # which says what it supports if the name is unknown
     if not _is_known(name):
         version = importlib.metadata.version("transformers")
@@ -86,6 +86,7 @@ def first_line(error: Exception) -> str:
 
 
 def _is_known(name: Any) -> bool:
-    """True if transformers has this class, and it is a language model."""
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    """True if transformers has this class, and it is a language model, perhaps of images too."""
+    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = {*text.values(), *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
     return isinstance(name, str) and name in known and hasattr(transformers, name)

@@ -5,12 +5,13 @@
     granite, smollm3       Granite, SmolLM3        the same
     qwen2, qwen3, olmo2    Qwen2, Qwen3, Olmo2/3   nothing
     gemma2, gemma3         Gemma2, Gemma3          norms as 1 + weight, as the decoder has them
+    gemma4                 Gemma4                  key_length of global layers, key_length_swa of the others
     phi3, glm4             Phi3, Glm4              q | k | v, gate | up as one tensor
     qwen35                 Qwen3_5                 norms as 1 + weight, -exp(A_log), order of value heads
 
 Rope scaling of Llama 3 is in no key: rope_freqs holds the divisor of each frequency, from which
-`_llama3_rope` finds the settings. Source: llama.cpp's converters (conversion/*.py) and load_arch_hparams
-(src/models/*.cpp).
+`_divided_rope` finds the settings; Gemma 4 divides what it does not turn by 1e30. Source: llama.cpp's
+converters (conversion/*.py) and load_arch_hparams (src/models/*.cpp).
 """
 
 import dataclasses
@@ -27,7 +28,12 @@ from qerl.errors import UserError
 from qerl.models.architecture import Rope
 from qerl.models.rope import inverse_frequencies
 
-_MAX_NUMBER = 1e12
+_MAX_NUMBER, _NOT_TURNED = 1e12, 1e29
+_NOT_READ = {
+    "expert_count": "a mixture of experts is",
+    "embedding_length_per_layer_input": "embeddings of each layer (as in Gemma 4 E2B and E4B) are",
+    "attention.shared_kv_layers": "layers that share keys and values are",
+}
 TOP_LEVEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LAYER_NAMES = {
@@ -44,11 +50,13 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_PHI3_NAMES = _LAYER_NAMES | {"ffn_up": "mlp.gate_up_proj"}
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA_NAMES = _LAYER_NAMES | _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA4_NAMES = _GEMMA_NAMES | {"layer_output_scale": "layer_scalar"}
 _GLM4_NAMES = _LAYER_NAMES | {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
@@ -71,10 +79,12 @@ class GgufKeys:
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.family}.{key}", default)
 
-    def positive(self, key: str, default: int | float | None = None) -> Any:
-        """Return a positive number; a list of equal ones, one per layer, counts as one."""
+    def positive(self, key: str, default: int | float | None = None, layer: int | None = None) -> Any:
+        """Return a positive number; of a list, one per layer, that of this layer or of all."""
         value = self.get(key, default)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
+        if isinstance(value, list) and layer is not None and layer < len(value):
+            value = value[layer]
+        elif isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
         if not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
             raise UserError(
@@ -83,9 +93,9 @@ class GgufKeys:
         # Stored in float32: 1e-5 would come back as 9.99999975e-06.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, layer: int | None = None) -> int:
         """Return a positive integer."""
-        value = self.positive(key, default)
+        value = self.positive(key, default, layer)
         if not isinstance(value, int):
             raise UserError(f"{self.file}: {self.family}.{key} must be one positive integer, got {value!r}")
         return value
@@ -111,9 +121,8 @@ class GgufKeys:
     def num_heads(self) -> int:
         return self.count("attention.head_count")
 
-    @property
-    def num_kv_heads(self) -> int:
-        return self.count("attention.head_count_kv", self.num_heads)
+    def num_kv_heads(self, layer: int | None = None) -> int:
+        return self.count("attention.head_count_kv", self.num_heads, layer)
 
     @property
     def head_size(self) -> int:
@@ -143,10 +152,12 @@ def hf_config(keys: GgufKeys) -> dict[str, Any]:
     family, file = FAMILIES[keys.family], keys.file
     if (num_parts := keys.metadata.get("split.count", 0)) not in (0, 1):
         raise UserError(f"{file}: is one of {num_parts} parts; merge them with gguf-split first")
-    if keys.get("expert_count", 0) != 0:
-        raise UserError(f"{file}: a mixture of experts is not supported")
+    for key, part in _NOT_READ.items():
+        if keys.get(key, 0) != 0:
+            raise UserError(f"{file}: {part} not supported in GGUF; use the model's safetensors")
     if not keys.has("token_embd.weight"):
         raise UserError(f"{file}: has no tensor token_embd.weight")
+    own = family.config(keys)
     common = {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
@@ -154,7 +165,7 @@ def hf_config(keys: GgufKeys) -> dict[str, Any]:
         "hidden_size": keys.count("embedding_length"),
         "intermediate_size": keys.count("feed_forward_length"),
         "num_attention_heads": keys.num_heads,
-        "num_key_value_heads": keys.num_kv_heads,
+        "num_key_value_heads": own.get("num_key_value_heads") or keys.num_kv_heads(),
         "head_dim": keys.head_size,
         "vocab_size": keys.shapes["token_embd.weight"][0],
         "max_position_embeddings": keys.count("context_length"),
@@ -168,7 +179,7 @@ def hf_config(keys: GgufKeys) -> dict[str, Any]:
         "tie_word_embeddings": not keys.has("output.weight"),
         "dtype": "bfloat16",
     }
-    return common | family.config(keys) | _token_ids(keys.metadata)
+    return common | own | _token_ids(keys.metadata)
 
 
 def _rotated_part(keys: GgufKeys, family: GgufFamily) -> dict[str, float]:
@@ -186,7 +197,7 @@ def _rotated_part(keys: GgufKeys, family: GgufFamily) -> dict[str, float]:
 def _rope_scaling(keys: GgufKeys) -> dict[str, Any]:
     kind = keys.get("rope.scaling.type", "none")
     if "rope_freqs.weight" in keys.rope_tensors:
-        return _llama3_rope(keys)
+        return _divided_rope(keys)
     if kind in ("none", "longrope"):  # phi3 says it by its tensors
         return {"rope_type": "default"}
     scaling = {"rope_type": kind, "factor": keys.positive("rope.scaling.factor", 1.0)}
@@ -199,11 +210,14 @@ def _rope_scaling(keys: GgufKeys) -> dict[str, Any]:
     return scaling | {name: value for name, value in found.items() if value is not None}
 
 
-def _llama3_rope(keys: GgufKeys) -> dict[str, Any]:
+def _divided_rope(keys: GgufKeys) -> dict[str, Any]:
     """Return the settings that give the divisors of rope_freqs; raise UserError if there are none."""
     divisors = keys.rope_tensors["rope_freqs.weight"]
     if torch.equal(divisors, torch.ones_like(divisors)):
         return {"rope_type": "default"}
+    turned = int((divisors == 1).sum())
+    if turned and bool((divisors[turned:] >= _NOT_TURNED).all()):
+        return {"rope_type": "proportional", "partial_rotary_factor": turned / len(divisors)}
     theta = keys.positive("rope.freq_base", 10000.0)
     plain = inverse_frequencies(Rope(kind="default", theta=theta), keys.head_size)
     factor = divisors.max().item()
@@ -211,12 +225,9 @@ def _llama3_rope(keys: GgufKeys) -> dict[str, Any]:
         rope = Rope(kind="llama3", theta=theta, factor=factor, original_positions=original)
         expected = plain / inverse_frequencies(rope, keys.head_size)
         if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-4):
-            limits = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-            settings = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
-            return settings | limits
-    raise UserError(
-        f"{keys.file}: rope_freqs holds divisors that are not Llama 3's; use the model's safetensors"
-    )
+            found = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
+            return found | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    raise UserError(f"{keys.file}: rope_freqs holds divisors that are not Llama 3's; use the safetensors")
 
 
 def _token_ids(metadata: dict[str, Any]) -> dict[str, int]:
@@ -256,10 +267,33 @@ def _gemma2(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _gemma3(keys: GgufKeys) -> dict[str, Any]:
+    return _gemma(keys, num_layers_of_27b=62, every=6) | _two_ropes(keys)
+
+
+def _two_ropes(keys: GgufKeys) -> dict[str, Any]:
     whole = {"rope_theta": keys.positive("rope.freq_base", 1e6)} | _rope_scaling(keys)
     local = {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base_swa", 10000.0)}
-    ropes = {"full_attention": whole, "sliding_attention": local}
-    return _gemma(keys, num_layers_of_27b=62, every=6) | {"rope_parameters": ropes}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
+
+
+def _gemma4(keys: GgufKeys) -> dict[str, Any]:
+    windows = _windows(keys, lambda index: (index + 1) % 6 != 0)
+    firsts = {kind: index for index, kind in reversed(list(enumerate(windows["layer_types"])))}
+    whole, size = firsts.get("full_attention", 0), keys.count("attention.key_length_swa", keys.head_size)
+    if keys.count("rope.dimension_count_swa", size) != size:
+        raise UserError(f"{keys.file}: gemma4.rope.dimension_count_swa must be key_length_swa, {size}")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": keys.optional("final_logit_softcapping"),
+        "hidden_size_per_layer_input": 0,
+        "head_dim": size,
+        "global_head_dim": keys.head_size,
+        "num_global_key_value_heads": keys.num_kv_heads(whole),
+        "num_key_value_heads": keys.num_kv_heads(firsts.get("sliding_attention", 0)),
+        "attention_k_eq_v": not keys.has(f"blk.{whole}.attn_v.weight"),
+        **_two_ropes(keys),
+        **windows,
+    }
 
 
 def _windows(keys: GgufKeys, has_window: Callable[[int], bool]) -> dict[str, Any]:
@@ -357,13 +391,8 @@ FAMILIES: dict[str, GgufFamily] = {
     "qwen35": _family("Qwen3_5", "qwen3_5_text", names=_QWEN35_NAMES, has_partial_rope=True, config=_qwen35),
     "gemma2": _family("Gemma2", "gemma2", names=_GEMMA_NAMES, config=_gemma2),
     "gemma3": _family("Gemma3", "gemma3_text", names=_GEMMA_NAMES, config=_gemma3),
-    "phi3": _family(
-        "Phi3",
-        "phi3",
-        names=_LAYER_NAMES | {"ffn_up": "mlp.gate_up_proj"},
-        has_partial_rope=True,
-        config=_phi3,
-    ),
+    "gemma4": _family("Gemma4", "gemma4_text", names=_GEMMA4_NAMES, config=_gemma4),
+    "phi3": _family("Phi3", "phi3", names=_PHI3_NAMES, has_partial_rope=True, config=_phi3),
     "olmo2": _family("Olmo2", "olmo2", names=_LAYER_NAMES | _POST_NORMS, config=_olmo),
     "granite": _family("Granite", "granite", is_paired=True, config=_granite),
     "glm4": _family("Glm4", "glm4", names=_GLM4_NAMES, has_partial_rope=True),

@@ -64,7 +64,7 @@ def _places_of(
     if len(parts) > 1 and shape[0] != sum(parts.values()):
         raise UserError(f"{keys.file}: {ggml_name} is {list(shape)}, must have {sum(parts.values())} rows")
     return {
-        f"{at}{name}{suffix}": GgufPlace(
+        f"{at}{name}{'' if name == 'layer_scalar' else suffix}": GgufPlace(
             ggml_name,
             shape if rows is None else (rows.stop - rows.start, *shape[1:]),
             rows,
@@ -76,16 +76,11 @@ def _places_of(
 
 def _parts(name: str, keys: GgufKeys) -> dict[str, int]:
     """Return the linears that a stored one holds and their rows."""
-    q_width, kv_width = keys.num_heads * keys.head_size, keys.num_kv_heads * keys.head_size
-    ff_width = keys.count("feed_forward_length")
     if name == "self_attn.qkv_proj":
-        return {
-            "self_attn.q_proj": q_width,
-            "self_attn.k_proj": kv_width,
-            "self_attn.v_proj": kv_width,
-        }
+        heads = {"q_proj": keys.num_heads, "k_proj": keys.num_kv_heads(), "v_proj": keys.num_kv_heads()}
+        return {f"self_attn.{part}": number * keys.head_size for part, number in heads.items()}
     if name == "mlp.gate_up_proj":
-        return {"mlp.gate_proj": ff_width, "mlp.up_proj": ff_width}
+        return dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), keys.count("feed_forward_length"))
     return {name: 0}
 
 
@@ -97,7 +92,7 @@ def _row_slices(parts: dict[str, int]) -> Iterator[tuple[str, slice | None]]:
 
 
 def _unpaired(keys: GgufKeys, name: str) -> Callable[[Tensor], Tensor] | None:
-    heads = {"self_attn.q_proj": keys.num_heads, "self_attn.k_proj": keys.num_kv_heads}.get(name)
+    heads = {"self_attn.q_proj": keys.num_heads, "self_attn.k_proj": keys.num_kv_heads()}.get(name)
     return None if heads is None else lambda weight: _pairs_to_halves(weight, heads)
 
 

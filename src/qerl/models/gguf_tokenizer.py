@@ -2,6 +2,7 @@
 
     tokenizer.ggml.model gpt2     byte-level BPE: text is split as `tokenizer.ggml.pre` names it, then merged
     tokenizer.ggml.model llama    SentencePiece BPE: spaces are "\u2581", other characters fall back to bytes
+    tokenizer.ggml.model gemma4   the same with the merges in the file
 
 The splits below are from the tokenizer.json of the models they are named after; llama.cpp has the same
 (llama-vocab.cpp). Other names are refused, because a wrong split silently gives tokens that the model was
@@ -86,10 +87,10 @@ PRE_TOKENIZERS: dict[str, BytePreTokenizer] = {
 def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     metadata = file.metadata
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise UserError(
             f"{file.path}: tokenizer {kind!r:.80} is not supported in GGUF; supported: gpt2 (byte-level BPE),"
-            " llama (SentencePiece)"
+            " llama and gemma4 (SentencePiece)"
         )
     tokens = _array(file, "tokens", str)
     build = _byte_level if kind == "gpt2" else _sentencepiece
@@ -124,8 +125,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
             f" supported: {', '.join(PRE_TOKENIZERS)}"
         )
     pre = PRE_TOKENIZERS[name]
-    merges = [tuple(merge.split(" ")) for merge in _array(file, "merges", str)]
-    tokenizer = _merging(file, tokens, merges, ignore_merges=pre.ignores_merges)
+    tokenizer = _merging(file, tokens, _listed_merges(file), ignore_merges=pre.ignores_merges)
     if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre.build()
@@ -140,13 +140,19 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     scores = [-float(index) for index in range(len(tokens))] if is_gemma else _array(file, "scores", float)
     unknown = _token_id(file, "unknown", len(tokens))
     options = {} if unknown is None else {"unk_token": tokens[unknown], "fuse_unk": True}
-    tokenizer = _merging(file, tokens, _implied_merges(tokens, scores), byte_fallback=True, **options)
+    has_merges = file.metadata["tokenizer.ggml.model"] == "gemma4"
+    merges = _listed_merges(file) if has_merges else _implied_merges(tokens, scores)
+    tokenizer = _merging(file, tokens, merges, byte_fallback=True, **options)
     has_prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma))
     steps: list[Any] = [normalizers.Prepend(_SPACE)] * has_prefix
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     back: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(back + [decoders.Strip(" ", 1, 0)] * has_prefix)
     return tokenizer, True
+
+
+def _listed_merges(file: GgufFile) -> list[tuple[str, ...]]:
+    return [tuple(merge.split(" ")) for merge in _array(file, "merges", str)]
 
 
 def _implied_merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:

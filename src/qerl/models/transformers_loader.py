@@ -12,21 +12,25 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as TEXT_MODELS
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS
 from qerl.models.backend import first_line, transformers_config
+from qerl.models.families import FAMILIES, MULTIMODAL, obstacle
 from qerl.models.layouts import with_layout
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.source import Checkpoint, ModelSource, PackedCheckpoint
 from qerl.models.transformers_model import FloatHead, SequenceLinear, TransformersModel
 from qerl.models.transformers_weights import StreamedWeights, compute_buffers, fill
 
-_ROUTERS = "gate", "router", "shared_expert_gate"
+_UNPACKED = "gate", "router", "shared_expert_gate", "dt_proj"
+"""Routers; a part of Mamba's layers whose weight its code reads."""
 _SAME_PRODUCT = ("FalconLinear",)
 """Subclasses of nn.Linear that write its product in another way."""
 _SHOWN = 3  # names in a line
+_ROUNDING = 0.05  # of logits, as a part of them: 0.00 in others; 0.48 in PaliGemma, which looks ahead
 
 
 def load_transformers_model(
@@ -38,11 +42,16 @@ def load_transformers_model(
     checkpoint = with_layout(SafetensorsFolder(source.path))
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(config, dtype=compute).eval().requires_grad_(False)
+        auto = AutoModelForCausalLM if type(config) in TEXT_MODELS else AutoModelForImageTextToText
+        model = auto.from_config(config, dtype=compute).eval().requires_grad_(False)
     compute_buffers(model, device)
     weights = StreamedWeights(model, checkpoint)
     linears = _replace_linears(model, compute, device)
     try:
+        if not linears:
+            raise UserError(
+                f"the layers of {type(model).__name__} have no torch.nn.Linear that can be packed"
+            )
         filled = _fill_packed(checkpoint, linears, format, device)
         weights.skip(filled)
         misfits = _fill(model, weights, linears, format, compute, device, filled)
@@ -56,7 +65,7 @@ def load_transformers_model(
     if type(head) is nn.Linear and compute != torch.float32:
         model.set_output_embeddings(FloatHead(head))
     found = TransformersModel(model, compute, device)
-    found.notices = _notices(found, format, misfits, weights.unused)
+    found.notices = _notices(found, format, misfits, weights.unused, obstacle(checkpoint.config))
     _try(found)
     return found
 
@@ -73,7 +82,7 @@ def _replace_linears(
         if module not in language:
             continue
         parent, _, last = name.rpartition(".")
-        if not isinstance(module, nn.Linear) or last in _ROUTERS or not name.startswith(lists):
+        if not isinstance(module, nn.Linear) or last in _UNPACKED or not name.startswith(lists):
             continue
         if type(module).forward is nn.Linear.forward or type(module).__name__ in _SAME_PRODUCT:
             k, n, has_bias = module.in_features, module.out_features, module.bias is not None
@@ -138,7 +147,9 @@ def _check_filled(model: PreTrainedModel, names: Iterable[str], filled: set[str]
         raise UserError(f"has no tensor {_listed(missing)}")
 
 
-def _notices(found: TransformersModel, format: str, misfits: list[str], unused: list[str]) -> list[str]:
+def _notices(
+    found: TransformersModel, format: str, misfits: list[str], unused: list[str], obstacle: str | None
+) -> list[str]:
     linears = dict(found.linears())
     packed = sum(linear.num_bytes for linear in linears.values())
     experts = [(n, p) for n, p in found.model.named_parameters() if p.dim() == 3 and ".experts." in n]
@@ -149,6 +160,8 @@ def _notices(found: TransformersModel, format: str, misfits: list[str], unused: 
         f"{len(linears)} linears are in {format} ({packed / 1e6:,.1f} MB); the other weights stay in {dtype}"
         f" ({(found.num_bytes - packed) / 1e6:,.1f} MB)",
     ]
+    if obstacle is not None and found.family in FAMILIES.keys() | MULTIMODAL.keys():
+        lines.append(f"our decoder does not run it: {obstacle}")
     if experts:
         size = sum(p.nbytes for _, p in experts) / 1e6
         lines.append(
@@ -165,14 +178,18 @@ def _notices(found: TransformersModel, format: str, misfits: list[str], unused: 
 
 @torch.no_grad()
 def _try(found: TransformersModel) -> None:
-    """Run two tokens, so that code which reads a replaced linear's weight is refused before a run begins."""
-    tokens_12 = torch.zeros(1, 2, dtype=torch.long, device=found.device)
+    """Run a few tokens, so that code which reads a replaced linear's weight, or whose tokens see later ones,
+    is refused before a run begins."""
+    each_13 = torch.tensor([[[0, 1, 2]], [[0, 1, 3]]], device=found.device)
     try:
-        found.model(tokens_12, use_cache=False)
+        one, other = (found.model(t, use_cache=i == 1).logits[0, :2].float() for i, t in enumerate(each_13))
     except Exception as error:  # of transformers' code
         raise UserError(
-            f"{found.family}: transformers' code does not run with quantized linears: {first_line(error)}"
+            f"{found.family}: transformers' code does not run with quantized linears, choose another model:"
+            f" {first_line(error)}"
         ) from error
+    if (other - one).norm() > _ROUNDING * one.norm():
+        raise UserError(f"{found.family}: tokens see later ones, such a model does not sample")
 
 
 def _listed(names: list[str]) -> str:

@@ -55,17 +55,18 @@ def test_a_step_is_what_is_left_after_prefill():
     assert decode.step_ms(Stats(generate_s=2.5, prefill_s=0.5, decode_forwards=1000)) == pytest.approx(2.0)
 
 
-def test_a_row_has_its_share_of_the_limit():
+@pytest.mark.parametrize(("head", "tok_per_s"), [("nvfp4", 8016), ("bf16", 6825)])
+def test_a_row_has_its_share_of_the_limit_and_the_head_that_it_counts(head, tok_per_s):
     from cli.bench.test_record import ORIGIN
 
-    figures = {"tok_per_s": 8016 / 4}
-    row = decode.make_row(
-        case(shape="qwen2.5-7b", batch=8, lora_rank=32, group_size=1, prompt_tokens=256, max_tokens=1024),
-        figures,
-        ORIGIN,
-    )
+    lengths = {"group_size": 1, "prompt_tokens": 256, "max_tokens": 1024}
+    measured = case(shape="qwen2.5-7b", batch=8, lora_rank=32, head=head, **lengths)
+    row = decode.make_row(measured, {"tok_per_s": tok_per_s / 4}, ORIGIN)
     assert row["bench"] == "decode" and row["floor_fraction"] == pytest.approx(0.25, abs=1e-4)
-    assert row["floor_ms"] == pytest.approx(1e3 * 8 / 8016, abs=1e-4)
+    assert row["floor_ms"] == pytest.approx(1e3 * 8 / tok_per_s, abs=1e-4)
+    assert row["head"] == row["floor_head"] == head
+    other = dataclasses.replace(ORIGIN, gpu="another")
+    assert decode.make_row(measured, {"tok_per_s": 1.0}, other)["floor_ms"] is None
 
 
 def test_the_options_head_is_the_rows():

@@ -91,5 +91,8 @@ def test_a_row_has_its_share_of_the_floor():
     row = rollout.make_row(case, {"call_s": 2.0}, ORIGIN)
     assert row["bench"] == "rollout" and row["floor_s"] > 0
     assert row["floor_fraction"] == pytest.approx(row["floor_s"] / 2, abs=1e-4)
+    packed = rollout.make_row(dataclasses.replace(case, head="nvfp4"), {"call_s": 2.0}, ORIGIN)
+    assert packed["floor_s"] < row["floor_s"]
+    assert (packed["floor_head"], row["floor_head"]) == ("nvfp4", "bf16")
     other = dataclasses.replace(ORIGIN, gpu="another")
     assert rollout.make_row(case, {"call_s": 2.0}, other)["floor_s"] is None

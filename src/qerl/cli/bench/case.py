@@ -28,21 +28,27 @@ SAMPLERS = {"flash-fp8": "fp8-flow", "flash-int8": "int8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeCase:
-    """Settings of a row of `qerl bench decode`."""
+class SamplingCase:
+    """Settings of a row that all benchmarks of sampling have."""
 
     shape: str
-    batch: int
     provider: str
     lora_rank: int
-    noise_sigma: float
     group_size: int
+    prompt_tokens: int
+    max_tokens: int
     kv: str
     head: str
     kernels: str
     """As engine.kernels; the row has what the engine chose."""
-    prompt_tokens: int
-    max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeCase(SamplingCase):
+    """Settings of a row of `qerl bench decode`."""
+
+    batch: int
+    noise_sigma: float
 
 
 def make_case(kind: type[C], options: Any, **own: Any) -> C:

@@ -4,7 +4,8 @@
     step_ms    (wall-clock time - prefill) / decode steps
     prefill_s  time of the prefill
     compile_s  part of start_s: compiling num_compiled kernels in parallel, before the first step
-    floor_ms   least time of a mean step (roofline.py); floor_fraction is its share of batch / tok_per_s
+    floor_ms   least time of a mean step (roofline.py); floor_fraction is its share of batch / tok_per_s, and
+               floor_head the format in which it counts the head
     start_s    time until the engine has sampled for the first time: making the weights on the device (they
                are not read from a disk), compiling kernels or loading them from the cache, recording graphs
                and sampling a few tokens; without imports
@@ -163,9 +164,14 @@ def _generate(engine: Engine, case: DecodeCase, prompts_P: list[Prompt], max_tok
 
 
 def make_row(case: DecodeCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
-    limit, floor = LIMITS.get(origin.gpu), {"floor_ms": None, "floor_fraction": None}
-    if limit is not None:
-        least_ms = step_floor_ms(limit, shape(case.shape), case)
-        fraction = figures["tok_per_s"] * least_ms / 1e3 / case.batch
-        floor = {"floor_ms": round(least_ms, 4), "floor_fraction": round(fraction, 4)}
+    floor = floor_figures(case, figures["tok_per_s"], origin.gpu)
     return {"bench": "decode"} | dataclasses.asdict(case) | figures | floor
+
+
+def floor_figures(case: DecodeCase, tok_per_s: float, gpu: str) -> dict[str, Any]:
+    """Return the floor of a step and the share of it; None for a GPU without known limits."""
+    if (limit := LIMITS.get(gpu)) is None:
+        return {"floor_ms": None, "floor_fraction": None, "floor_head": None}
+    least_ms = step_floor_ms(limit, shape(case.shape), case)
+    fraction = round(tok_per_s * least_ms / 1e3 / case.batch, 4)
+    return {"floor_ms": round(least_ms, 4), "floor_fraction": fraction, "floor_head": case.head}

@@ -22,13 +22,30 @@ class BenchOptions:
     """Measure a checkout with uncommitted changes; the rows are marked dirty."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchSamplingOptions(BenchOptions):
+    """Those of the benchmarks that sample."""
+
+    kv: Literal["bf16", "fp8"] = "bf16"
+    """Data type of the KV cache, as engine.kv_cache_dtype."""
+
+    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
+    """Format of the LM head, as model.head_format."""
+
+    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
+    """Kernels of decode steps, as engine.kernels."""
+
+    prompt_tokens: int = 256
+    """Tokens per prompt."""
+
+
 DecodeProvider = Literal[
     "qerl-nvfp4", "qerl-mxfp4", "qerl-nf4", "qerl-fp8", "qerl-int8", "qerl-bf16", "qerl-fp8-flow"
 ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BenchDecodeOptions(BenchOptions):
+class BenchDecodeOptions(BenchSamplingOptions):
     batches: tuple[int, ...] = (8, 32, 64, 128, 256)
     """Samples decoded in parallel, one case per value."""
 
@@ -44,18 +61,6 @@ class BenchDecodeOptions(BenchOptions):
     group_size: int = 1
     """Samples per prompt."""
 
-    kv: Literal["bf16", "fp8"] = "bf16"
-    """Data type of the KV cache, as engine.kv_cache_dtype."""
-
-    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
-    """Format of the LM head, as model.head_format."""
-
-    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
-    """Kernels of decode steps, as engine.kernels."""
-
-    prompt_tokens: int = 256
-    """Tokens per prompt."""
-
     max_tokens: int = 1024
     """Tokens per sample."""
 
@@ -70,7 +75,7 @@ class BenchDecodeOptions(BenchOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BenchRolloutOptions(BenchOptions):
+class BenchRolloutOptions(BenchSamplingOptions):
     providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """Formats of the frozen linear weights."""
 
@@ -82,9 +87,6 @@ class BenchRolloutOptions(BenchOptions):
 
     group_size: int = 8
     """Samples per prompt."""
-
-    prompt_tokens: int = 256
-    """Tokens per prompt."""
 
     lengths: Literal["log-normal", "constant"] = "log-normal"
     """Distribution of the samples' lengths; each sample ends at its own, and no token stops it before."""
@@ -103,15 +105,6 @@ class BenchRolloutOptions(BenchOptions):
 
     lora_rank: int = 32
     """LoRA rank; 0 is no adapter."""
-
-    kv: Literal["bf16", "fp8"] = "bf16"
-    """Data type of the KV cache, as engine.kv_cache_dtype."""
-
-    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
-    """Format of the LM head, as model.head_format."""
-
-    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
-    """Kernels of decode steps, as engine.kernels."""
 
     runs: int = 3
     """Rollouts after the first one; the row holds their median."""
@@ -169,7 +162,7 @@ class BenchLearnOptions(BenchOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BenchStepOptions(BenchOptions):
+class BenchStepOptions(BenchSamplingOptions):
     providers: tuple[Literal["qerl-nvfp4", "qerl-mxfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """Formats of the frozen linear weights."""
 
@@ -178,9 +171,6 @@ class BenchStepOptions(BenchOptions):
 
     group_size: int = 8
     """Samples per prompt."""
-
-    prompt_tokens: int = 256
-    """Tokens per prompt."""
 
     max_tokens: int = 1024
     """Tokens per sample."""
@@ -194,17 +184,8 @@ class BenchStepOptions(BenchOptions):
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """Optimizer, as learn.optim."""
 
-    kv: Literal["bf16", "fp8"] = "bf16"
-    """Data type of the KV cache, as engine.kv_cache_dtype."""
-
     kv_gb: float | None = None
     """Maximum size of the KV cache, as engine.kv_cache_gb."""
-
-    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
-    """Format of the LM head, as model.head_format."""
-
-    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
-    """Kernels of decode steps, as engine.kernels."""
 
     memory: bool = False
     """Measure the peak memory of each step; the learner then keeps no unpacked operands of the weights."""

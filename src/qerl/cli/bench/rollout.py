@@ -8,7 +8,8 @@
     call_s           wall-clock time of a later call
     tok_per_s        sampled tokens / call_s
     tail_N_s         part of call_s in which fewer than N samples were unfinished
-    floor_s          least time of the decode steps of this very schedule (schedule.py); prefill not counted
+    floor_s          least time of the decode steps of this very schedule (schedule.py), with a head of the
+                     format floor_head; prefill not counted
 
 Figures but the first call's are medians of the later calls. Every sample has a length of its own, drawn from
 --seed, and ends there: no token stops it. Prompts are distinct random tokens.
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import FORMATS, make_case
+from qerl.cli.bench.case import FORMATS, SamplingCase, make_case
 from qerl.cli.bench.decode import endless_engine, random_prompts
 from qerl.cli.bench.measure import Meter, cuda_device
 from qerl.cli.bench.options import BenchRolloutOptions
@@ -38,25 +39,15 @@ _TAILS = (8, 16, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutCase:
+class RolloutCase(SamplingCase):
     """Settings of a row."""
 
-    shape: str
-    provider: str
-    lora_rank: int
     num_samples: int
     rows: int
-    group_size: int
-    prompt_tokens: int
     lengths: str
     median_tokens: int
     sigma: float
-    max_tokens: int
     seed: int
-    kv: str
-    head: str
-    kernels: str
-    """As engine.kernels; the row has what the engine chose."""
 
     @property
     def lengths_S(self) -> list[int]:
@@ -139,7 +130,7 @@ def _generate(engine: Engine, case: RolloutCase, prompts_P: list[Prompt], step: 
 
 
 def make_row(case: RolloutCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
-    limit, floor = LIMITS.get(origin.gpu), {"floor_s": None, "floor_fraction": None}
+    limit, floor = LIMITS.get(origin.gpu), {"floor_s": None, "floor_fraction": None, "floor_head": None}
     if limit is not None:
         floor_s = rollout_floor_s(
             limit,
@@ -150,5 +141,6 @@ def make_row(case: RolloutCase, figures: dict[str, Any], origin: Origin) -> dict
             group_size=case.group_size,
             prompt_tokens=case.prompt_tokens,
         )
-        floor = {"floor_s": round(floor_s, 4), "floor_fraction": round(floor_s / figures["call_s"], 4)}
+        fraction = round(floor_s / figures["call_s"], 4)
+        floor = {"floor_s": round(floor_s, 4), "floor_fraction": fraction, "floor_head": case.head}
     return {"bench": "rollout"} | dataclasses.asdict(case) | figures | floor

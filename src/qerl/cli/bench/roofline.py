@@ -4,10 +4,9 @@
 
     bytes = weights + head + adapter + KV cache + 2 states    operations = 2 batch (weights + head + adapter)
 
-Weights count in their format, and so does a packed head; a bfloat16 head counts in the format of the
-linears. The adapter counts in bfloat16. The cache counts at the mean context of a sample, prompt +
-max_tokens / 2, where samples share their prompt. Recurrent
-states are read and written once a sample. Attention's operations and activations are left out.
+Linears and head count in their formats, the adapter in bfloat16. The cache counts at the mean context of a
+sample, prompt + max_tokens / 2, where samples share their prompt. Recurrent states are read and written once
+a sample. Attention's operations and activations are left out.
 
 Of a mixture's E experts a step reads those that its rows chose, E (1 - (1 - k / E)^rows) of them if each row
 chooses k at random. Linears that stay in bfloat16, such as routers, count so, and routers have no adapter.
@@ -15,12 +14,11 @@ tests/cli/bench/test_roofline.py checks it by hand.
 """
 
 import dataclasses
-from typing import Protocol
 
 import torch
 
 from qerl import formats
-from qerl.cli.bench.case import FORMATS, DecodeCase
+from qerl.cli.bench.case import FORMATS, DecodeCase, SamplingCase
 from qerl.engine.state_cache import slot_bytes
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import layer_specs
@@ -44,19 +42,6 @@ LIMITS = {"NVIDIA H200": Limit(bytes_per_s=4.5e12, flop_per_s=790e12)}
 """By GPU name; rows of other GPUs have no floor."""
 
 
-class FormatCase(Protocol):
-    """The settings of a case that say what a step must read."""
-
-    @property
-    def provider(self) -> str: ...
-    @property
-    def lora_rank(self) -> int: ...
-    @property
-    def kv(self) -> str: ...
-    @property
-    def head(self) -> str: ...
-
-
 def step_floor_ms(limit: Limit, a: Architecture, case: DecodeCase) -> float:
     """Return the least time of a mean decode step: a token for each of `case.batch` samples."""
     cached_tokens = case.batch * case.max_tokens / 2 + case.batch / case.group_size * case.prompt_tokens
@@ -64,7 +49,7 @@ def step_floor_ms(limit: Limit, a: Architecture, case: DecodeCase) -> float:
 
 
 def rows_floor_ms(
-    limit: Limit, a: Architecture, case: FormatCase, num_rows: int, cached_tokens: float
+    limit: Limit, a: Architecture, case: SamplingCase, num_rows: int, cached_tokens: float
 ) -> float:
     """Return the least time of a decode step of num_rows samples that reads the cache of cached_tokens."""
     specs, (weights, adapter) = layer_specs(a), layer_weights(a, case.lora_rank)
@@ -74,7 +59,7 @@ def rows_floor_ms(
     head_weights, format = a.vocab_size * a.width, FORMATS[case.provider]
     token_bytes = 2 * a.kv_elements * _KV_BYTES[case.kv]
     num_bytes = quantized * formats.FORMATS[format].bytes_per_weight + (plain + adapter) * ADAPTER_BYTES
-    num_bytes += head_weights * formats.FORMATS[format if case.head == "bf16" else case.head].bytes_per_weight
+    num_bytes += head_weights * formats.FORMATS[case.head].bytes_per_weight
     num_bytes += 2 * num_rows * slot_bytes(a, torch.bfloat16)  # states, read and written
     chosen = 0 if a.mixture is None else a.mixture.num_chosen
     num_flop = 2 * num_rows * (weights + chosen * expert_weights + head_weights + adapter)

@@ -15,7 +15,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from qerl.algo.seeds import mix
-from qerl.cli.bench.roofline import FormatCase, Limit, rows_floor_ms
+from qerl.cli.bench.case import SamplingCase
+from qerl.cli.bench.roofline import Limit, rows_floor_ms
 from qerl.models.architecture import Architecture
 
 
@@ -73,7 +74,7 @@ def live_rows(lengths_S: Sequence[int], rows: int, group_size: int) -> list[tupl
 def rollout_floor_s(
     limit: Limit,
     a: Architecture,
-    case: FormatCase,
+    case: SamplingCase,
     lengths_S: Sequence[int],
     *,
     rows: int,

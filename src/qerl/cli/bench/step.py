@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import FORMATS, make_case, try_random_decoder
+from qerl.cli.bench.case import FORMATS, SamplingCase, make_case, try_random_decoder
 from qerl.cli.bench.decode import NullTokenizer, compile_figures, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
 from qerl.cli.bench.options import BenchStepOptions
@@ -46,24 +46,15 @@ from qerl.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepCase:
+class StepCase(SamplingCase):
     """Settings of a row."""
 
     bench: str
-    shape: str
-    provider: str
     batch: int
-    group_size: int
-    prompt_tokens: int
-    max_tokens: int
-    lora_rank: int
     recompute: str
     micro_tokens: int
     optimizer: str
-    kv: str
     kv_gb: float | None
-    head: str
-    kernels: str
     exact_mode: bool
     cap_gb: float | None
     expert_rank: int = 0

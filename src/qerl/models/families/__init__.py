@@ -12,7 +12,7 @@ from qerl.errors import UserError
 from qerl.models.architecture import Architecture
 from qerl.models.families.experts import NOT_SUPPORTED
 from qerl.models.families.gemma import gemma2, gemma3
-from qerl.models.families.gemma4 import gemma4, left_to_transformers
+from qerl.models.families.gemma4 import gemma4
 from qerl.models.families.glm4 import glm4
 from qerl.models.families.gpt_oss import gpt_oss
 from qerl.models.families.granite import granite, granite4, granite_moe
@@ -23,7 +23,7 @@ from qerl.models.families.phi3 import phi3
 from qerl.models.families.qwen import qwen2, qwen3
 from qerl.models.families.qwen_hybrid import qwen3_5, qwen3_next
 from qerl.models.families.qwen_moe import qwen3_moe
-from qerl.models.families.reader import ConfigReader, short_text
+from qerl.models.families.reader import ConfigReader, NotDescribedError, short_text
 from qerl.models.families.smollm3 import smollm3
 
 FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
@@ -70,16 +70,13 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
     return dataclasses.replace(architecture, part_of=part_of)
 
 
-def is_described(config: dict[str, Any]) -> bool:
-    """Return True if a family is named for this class and describes all of the model."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or name not in FAMILIES.keys() | MULTIMODAL.keys():
-        return False
-    text = config.get("text_config") if name in MULTIMODAL else config
-    if not name.startswith("Gemma4") or not isinstance(text, dict):
-        return True
-    return left_to_transformers(ConfigReader(text)) is None
+def obstacle(config: dict[str, Any]) -> str | None:
+    """Return what keeps our decoder from running a model that is in order; None if nothing does."""
+    try:
+        from_hf_config(config)
+    except UserError as error:  # a wrong config is an error of our decoder's loader
+        return str(error) if isinstance(error, NotDescribedError) else None
+    return None
 
 
 def language_part(config: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
@@ -95,9 +92,9 @@ def language_part(config: dict[str, Any]) -> tuple[str, dict[str, Any], str | No
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
         return family, tied | text.entries | {"architectures": [family]}, names[0]
     if len(names) == 1 and names[0] in NOT_SUPPORTED:
-        raise UserError(
+        raise NotDescribedError(
             f"architecture {names[0]} is not supported: this mixture of experts has {NOT_SUPPORTED[names[0]]}"
         )
     name = short_text(", ".join(names), str) or "(none named)"
     supported = ", ".join([*FAMILIES, *MULTIMODAL])
-    raise UserError(f"architecture {name} is not supported; supported: {supported}")
+    raise NotDescribedError(f"architecture {name} is not supported; supported: {supported}")

@@ -8,6 +8,7 @@ width.
 import math
 from typing import Any
 
+from qerl.errors import UserError
 from qerl.models.architecture import Architecture, NormNames
 from qerl.models.families.dense import dense, read_layer_kinds
 from qerl.models.families.reader import ConfigReader
@@ -56,7 +57,8 @@ def gemma3(config: ConfigReader) -> Architecture:
 
 
 def _gemma(config: ConfigReader, family: str, **parts: Any) -> Architecture:
-    config.having(use_bidirectional_attention=False)
+    if config.flag("use_bidirectional_attention"):
+        raise UserError("use_bidirectional_attention must be False, got True: such a model does not sample")
     is_biased = config.flag("attention_bias")
     return dense(
         config,

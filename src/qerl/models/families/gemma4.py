@@ -1,6 +1,6 @@
 """Gemma 4, dense: layers without a window have heads of another size and a rope of their own, and may have no
 v_proj: their values are the keys, normed in another way. Norms multiply by their weight, unlike Gemma 3's.
-`left_to_transformers` names the models that are not described here.
+Not described here: embeddings of each layer, layers that share keys and values, experts beside the MLP.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from qerl.errors import UserError
 from qerl.models.architecture import Architecture, LayerKind, Rope
 from qerl.models.families.dense import dense, read_layer_kinds, read_num_layers
 from qerl.models.families.gemma import ACTIVATIONS, NORMS
-from qerl.models.families.reader import ConfigReader, short_text
+from qerl.models.families.reader import ConfigReader, NotDescribedError, short_text
 from qerl.models.families.rope_settings import read_rope, rope_section
 
 _DEFAULTS = {  # of transformers, whose config.json leaves them out
@@ -23,14 +23,21 @@ _DEFAULTS = {  # of transformers, whose config.json leaves them out
     "tie_word_embeddings": True,
     "hidden_size_per_layer_input": 256,
 }
+_PARTS = {
+    "hidden_size_per_layer_input": "embeddings of each layer",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "enable_moe_block": "experts beside its MLP",
+}
 _GLOBAL_HEAD_SIZE, _GLOBAL_THETA, _TURNED = 512, 1e6, 0.25
 
 
 def gemma4(config: ConfigReader) -> Architecture:
     config = config.filled(**_DEFAULTS)
-    if (part := left_to_transformers(config)) is not None:
-        raise UserError(f"this model has {part}: set model.backend to transformers")
-    config.having(use_bidirectional_attention="vision")  # images, which are not computed
+    for name, part in _PARTS.items():
+        if config.get(name):
+            raise NotDescribedError(f"this model has {part} ({name}): set model.backend to transformers")
+    if (seen := config.get("use_bidirectional_attention")) not in (None, "vision"):  # images: not computed
+        raise UserError(f"use_bidirectional_attention must be vision, got {short_text(seen)}")
     kinds = read_layer_kinds(config, lambda index: (index + 1) % 6 != 0, has_local_rope=True)
     kinds = kinds or (LayerKind(),) * read_num_layers(config)
     whole = _whole(config, kinds)
@@ -53,20 +60,11 @@ def gemma4(config: ConfigReader) -> Architecture:
     )
 
 
-def left_to_transformers(config: ConfigReader) -> str | None:
-    """Return the part of such a model that is not computed here; None if there is none."""
-    config = config.filled(**_DEFAULTS)
-    parts = {
-        "embeddings of each layer (hidden_size_per_layer_input)": config.get("hidden_size_per_layer_input"),
-        "layers that share keys and values (num_kv_shared_layers)": config.get("num_kv_shared_layers"),
-        "experts beside its MLP (enable_moe_block)": config.get("enable_moe_block"),
-    }
-    return next((part for part, value in parts.items() if value), None)
-
-
 def _whole(config: ConfigReader, kinds: tuple[LayerKind, ...]) -> LayerKind:
-    """Return the kind of the layers without a window. transformers 5 writes what differs layer by layer."""
+    """Return the kind of the layers without a window. transformers 5 writes what differs layer by layer, of
+    layer 5 of 12 under "05"."""
     shares, by_layer = config.flag("attention_k_eq_v"), config.section("per_layer_config")
+    by_layer = ConfigReader({name.lstrip("0") or "0": value for name, value in by_layer.entries.items()})
     num_kv_heads = config.get("num_global_key_value_heads") if shares else None
     given = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": num_kv_heads}
     if by_layer.entries:

@@ -4,19 +4,17 @@ attention, residuals and logits."""
 
 from typing import Any
 
-from qerl.errors import UserError
 from qerl.models.architecture import Architecture, LayerKind, Mixture, StoredLinear
 from qerl.models.families.dense import dense, read_num_layers
 from qerl.models.families.experts import read_experts
-from qerl.models.families.reader import ConfigReader, short_text
+from qerl.models.families.reader import ConfigReader, NotDescribedError, short_text
 from qerl.models.families.rope_settings import read_rope
 
 _STORED = (
     StoredLinear(name="shared_mlp.input_linear", holds=("mlp.gate_proj", "mlp.up_proj")),
     StoredLinear(name="shared_mlp.output_linear", holds=("mlp.down_proj",)),
 )
-
-
+_DENSE = "of Granite 4 our decoder runs the dense models, model.backend transformers runs the others"
 _STORED_EXPERTS = (
     StoredLinear(name="block_sparse_moe.router.layer", holds=("mlp.router",)),
     StoredLinear(name="block_sparse_moe.input_linear", holds=("mlp.experts.gate_up_proj",)),
@@ -51,17 +49,14 @@ def granite_moe(config: ConfigReader) -> Architecture:
 def granite4(config: ConfigReader) -> Architecture:
     config = config.filled(max_position_embeddings=2048, shared_intermediate_size=1024)
     if config.get("num_local_experts") != 0:
-        raise UserError(
-            f"num_local_experts must be 0, got {short_text(config.get('num_local_experts'))}:"
-            " of Granite 4 the dense models are supported"
+        raise NotDescribedError(
+            f"num_local_experts must be 0, got {short_text(config.get('num_local_experts'))}: {_DENSE}"
         )
     num_layers = read_num_layers(config)
     name = "layers_block_type" if config.get("layer_types") is None else "layer_types"
     for each in config.listed(name, num_layers):
         if each not in ("attention", "full_attention"):
-            raise UserError(
-                f"{name} must be attention, got {short_text(each)}: of Granite 4 the dense models"
-            )
+            raise NotDescribedError(f"{name} must be attention, got {short_text(each)}: {_DENSE}")
     has_rope = config.get("position_embedding_type") == "rope"
     return _granite(
         config,

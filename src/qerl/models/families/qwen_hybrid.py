@@ -7,7 +7,7 @@ from qerl.errors import UserError
 from qerl.kernels.gated_delta_net import DeltaShape
 from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.families.dense import dense, read_head_size, read_num_layers
-from qerl.models.families.reader import ConfigReader, short_text
+from qerl.models.families.reader import ConfigReader, NotDescribedError, short_text
 from qerl.models.families.rope_settings import read_rope, read_rotary_size
 
 _KINDS = {"full_attention": LayerKind(), "linear_attention": LayerKind(mixer="delta")}
@@ -28,9 +28,9 @@ def qwen3_5(config: ConfigReader) -> Architecture:
 
 def qwen3_next(config: ConfigReader) -> Architecture:
     if config.get("num_experts") != 0:
-        raise UserError(
+        raise NotDescribedError(
             f"num_experts must be 0, got {short_text(config.get('num_experts'))}:"
-            " of Qwen3-Next the dense models are supported"
+            " of Qwen3-Next our decoder runs the dense models, model.backend transformers runs the others"
         )
     return _hybrid(config.filled(**_DEFAULTS), "Qwen3NextForCausalLM", delta_projections="by_head")
 

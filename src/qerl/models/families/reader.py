@@ -9,6 +9,10 @@ _MAX_COUNT, _MAX_NUMBER = 1 << 31, 1e12
 _MAX_SHOWN_CHARS = 80
 
 
+class NotDescribedError(UserError):
+    """A model that is in order and has a part that families/ does not describe; transformers may run it."""
+
+
 def short_text(value: Any, form: Callable[[Any], str] = repr) -> str:
     """Format the value on one line, cut to 80 characters."""
     text = " ".join(form(value).split())
@@ -79,16 +83,17 @@ class ConfigReader:
     def choice(self, name: str, values: Mapping[str, Any], default: str) -> Any:
         """Return what the entry's text stands for."""
         value = default if self.get(name) is None else self.get(name)
-        if not isinstance(value, str) or value not in values:
-            raise UserError(f"{name} must be {' or '.join(values)}, got {short_text(value)}")
-        return values[value]
+        if isinstance(value, str) and value in values:
+            return values[value]
+        kind = NotDescribedError if isinstance(value, str) else UserError
+        raise kind(f"{name} must be {' or '.join(values)}, got {short_text(value)}")
 
     def having(self, **entries: Any) -> "ConfigReader":
-        """Return itself; raise UserError if an entry is there and has another value."""
+        """Return itself; raise NotDescribedError if an entry is there and has another value."""
         for name, value in entries.items():
             found = self.get(name)
             if found is not None and (found != value or isinstance(found, bool) != isinstance(value, bool)):
-                raise UserError(f"{name} must be {value}, got {short_text(found)}")
+                raise NotDescribedError(f"{name} must be {value}, got {short_text(found)}")
         return self
 
 
