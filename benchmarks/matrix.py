@@ -18,12 +18,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.cubin import KernelUse, kernels_of
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
 from qerl.kernels import gated_delta_chunks, grouped_hopper, grouped_product, moe_route, portable_product
 from qerl.kernels.architectures import ARCHITECTURES, TESTED, CudaArchitecture
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
-from qerl.kernels.cubin import KernelUse, kernels_of
 from qerl.kernels.decode_attention import DecodeAttention, LayerCache
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.delta_net_step import DeltaNetStep, DeltaWeights, Gates
