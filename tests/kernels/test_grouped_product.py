@@ -162,7 +162,7 @@ def test_no_less_exact_than_torch_for_every_group_size(counts, activation, kerne
     each, bias = experts_of(E, N, K, rng, biased=True)
     x = torch.randn(len(ids), K, device=device, generator=rng).bfloat16()
     rows = routing.sort_rows(ids, E)
-    offsets, x_SK = rows.offsets.tolist(), x[rows.order_S]
+    offsets, x_SK = rows.offsets.tolist(), x[rows.tokens_S]
     weights = torch.stack([w.decode() for w in each])
     truth = op.reference(x_SK, offsets, weights, bias, activation)
     plain = torch_path(x_SK, offsets, each, bias, activation)
@@ -188,7 +188,7 @@ def test_adapters_are_no_less_exact_than_torch(rows, nums, rank, kernels, device
     each, bias = experts_of(len(counts), N, K, rng, biased=True)
     x = torch.randn(len(ids), K, device=device, generator=rng).bfloat16()
     sorted_rows = routing.sort_rows(ids, len(counts))
-    offsets, x_SK = sorted_rows.offsets.tolist(), x[sorted_rows.order_S].contiguous()
+    offsets, x_SK = sorted_rows.offsets.tolist(), x[sorted_rows.tokens_S].contiguous()
     a = (torch.randn(nums[0], rank, K, device=device, generator=rng) / K**0.5).bfloat16()
     b = torch.randn(nums[1], N, rank, device=device, generator=rng).bfloat16()
     activation = None if rows is AdapterRows.AS_TILES else Activation(1.702, 7.0)

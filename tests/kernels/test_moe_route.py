@@ -106,7 +106,7 @@ def test_the_choice_and_its_weights_are_those_of_float64(B, E, K, over, routes):
     ids, weights = (t.to(device) for t in routing.reference(logits, K, over))
     assert (routed.weights_BK - weights).abs().max() < 1e-6
     rows = routing.sort_rows(ids, E)
-    assert torch.equal(routed.rows_S.long(), rows.order_S // K)
+    assert torch.equal(routed.rows_S.long(), rows.tokens_S)
     assert torch.equal(routed.places_BK.flatten().long(), rows.inverse_S)
     items = routed.plan[1 : 1 + int(routed.plan[0])].tolist()
     offsets, found = rows.offsets.tolist(), []
@@ -139,7 +139,7 @@ def test_unused_rows_get_no_expert_and_ids_are_recorded_at_the_slots(routes, mon
     rows = routing.sort_rows(ids[live], E)
     assert torch.equal(routed.places_BK[live].flatten().long(), rows.inverse_S)
     assert (routed.places_BK[[1, 4]] == -1).all()
-    assert torch.equal(routed.x_SK[: 3 * K], x[live][rows.order_S // K])
+    assert torch.equal(routed.x_SK[: 3 * K], x[live][rows.tokens_S])
     if device.type == "cpu":
         return
     h = torch.randn(B, 64, device=device)
