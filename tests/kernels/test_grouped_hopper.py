@@ -14,7 +14,7 @@ from kernels import hopper_on_cpu
 from kernels.cuda_on_cpu import CpuKernel, has_compiler
 from kernels.test_grouped_product import experts_of, tiled, torch_path
 from qerl.kernels import grouped_hopper as op
-from qerl.kernels import grouped_product, nvfp4_decode
+from qerl.kernels import grouped_product, nvfp4_decode, nvrtc
 from qerl.kernels.architectures import ARCHITECTURES
 from qerl.kernels.grouped_hopper import HopperGroupedProduct, deepest, hopper_tile
 from qerl.kernels.grouped_product import Activation, AdapterRows, ExpertAdapter, reference
@@ -111,3 +111,18 @@ def test_a_row_has_the_same_bits_in_every_tile_on_a_cpu(
     want = kernels.linear(x, experts, routed_of(counts, 16))
     monkeypatch.setattr(op, "hopper_tile", lambda *_: deepest(tokens, warpgroups, k_block, ctas))
     assert torch.equal(kernels.linear(x, experts, routed_of(counts, tokens)), want)
+
+
+@pytest.mark.parametrize(("tokens", "rank"), [(64, 0), (64, 4)])
+def test_products_are_not_waited_for_one_by_one(tokens, rank):
+    """ptxas serializes wgmma where registers are scarce: NVRTC's log says so, registers and spills do not."""
+    binding = pytest.importorskip("cuda.bindings.nvrtc")
+    defines, headers = op.defines_of(hopper_tile(tokens, 2880, rank), 2, True, rank, 2), nvrtc._headers()
+    texts, names = ([part.encode() for part in each] for each in (headers.values(), headers))
+    source = nvrtc._source(op.FILE).encode(), op.FILE.encode()
+    program = nvrtc.checked(binding.nvrtcCreateProgram(*source, len(headers), texts, names))
+    options = [option.encode() for option in nvrtc._options(defines, "sm_90a")]
+    nvrtc.checked(binding.nvrtcCompileProgram(program, len(options), options))
+    log = b" " * nvrtc.checked(binding.nvrtcGetProgramLogSize(program))
+    nvrtc.checked(binding.nvrtcGetProgramLog(program, log))
+    assert b"serialized" not in log
