@@ -18,7 +18,7 @@ import enum
 import functools
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -267,8 +267,8 @@ class GroupedProduct:
         )
         return u_SR
 
-    def _compile(self, tile: GroupedTile, swiglu: int, gather: bool, rank: int, order: int):
-        defines = tile.defines(swiglu, gather, rank, order)
+    def _compile(self, tile: Any, swiglu: int, is_first: bool, rank: int, order: int):
+        defines = tile.defines(swiglu, is_first, rank, order)
         return compiled(FILE, NAME, self._device, defines, shared_bytes=tile.shared_bytes)
 
     def _compile_shrink(self, rank: int, gather: bool):
