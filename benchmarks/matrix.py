@@ -18,12 +18,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.cubin import KernelUse, kernels_of
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
-from qerl.kernels import gated_delta_chunks, grouped_product, moe_route, portable_product
+from qerl.kernels import gated_delta_chunks, grouped_hopper, grouped_product, moe_route, portable_product
 from qerl.kernels.architectures import ARCHITECTURES, TESTED, CudaArchitecture
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
-from qerl.kernels.cubin import KernelUse, kernels_of
 from qerl.kernels.decode_attention import DecodeAttention, LayerCache
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.delta_net_step import DeltaNetStep, DeltaWeights, Gates
@@ -210,7 +210,7 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
 
 def mixture_variants(card: CudaArchitecture) -> list[KernelVariant]:
     """Return the kernels of a mixture of experts in decode steps."""
-    found = grouped_product.variants(card)
+    found = grouped_product.variants(card) + (grouped_hopper.variants() if card.has_wgmma else [])
     for experts, chosen in _MIXTURES:
         for name, threads in (("router_logits", 256), ("route", 1024), ("add_experts", 128)):
             defines = {"E": experts, "CHOSEN": chosen, "OVER_ALL": 0, "MT": grouped_product.ITEM_ROWS[0]}

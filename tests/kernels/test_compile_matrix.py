@@ -120,11 +120,14 @@ def test_the_portable_products_tiles_fit(name):
 @pytest.mark.parametrize("name", TESTED)
 def test_the_kernels_of_mixtures_fit(name):
     card = ARCHITECTURES[name]
-    products, others = [], []
+    by_name = {}
     for variant in matrix.mixture_variants(card):
-        (products if variant.file == "grouped_product.cu" else others).append(variant)
-    assert len(products) > 10 and len(others) == 8
-    assert not faults_of_some(products, name) and not faults_of(others, card)
+        by_name.setdefault(variant.name, []).append(variant)
+    products, hopper = by_name.pop("grouped_product"), by_name.pop("grouped_hopper", [])
+    others = [variant for same in by_name.values() for variant in same]
+    assert len(products) > 10 and len(others) == 8 and bool(hopper) == card.has_wgmma
+    largest = [variant for variant in hopper if dict(variant.defines)["MT"] == 64]
+    assert not faults_of_some(products, name) and not faults_of([*others, *largest], card)
 
 
 @pytest.mark.parametrize("name", TESTED)

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from benchmarks.cubin import kernels_of
 from qerl.kernels import nvrtc
 from qerl.kernels.architectures import TESTED
-from qerl.kernels.cubin import kernels_of
 from qerl.kernels.nvrtc import checked
 
 SPILLING = {"TABLE": 0, "TOKEN_TILES": 4, "ROW_TILES": 2, "UNITS": 8, "WARPS": 8, "CLUSTER": 8}

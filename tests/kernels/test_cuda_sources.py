@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-from qerl.kernels import nvrtc
+from qerl.kernels import grouped_hopper, nvrtc
 from qerl.kernels.head_sample import choose_tile
 from qerl.kernels.portable_shrink import MAKES_U
 
@@ -15,6 +15,7 @@ ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
 DELTA = {"KEY_HEADS": 2, "GROUP": 2}
 SHRINK = {"TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 1, "WARPS": 8, "CLUSTER": 8}
 GROUPED = {"MT": 8, "WR": 4, "R16": 1, "KB": 192, "STAGES": 4, "CTAS": 3}
+GROUPED_HOPPER = grouped_hopper.defines_of(grouped_hopper.hopper_tile(64, 2880, 0), 2, True)
 PORTABLE = {"MT": 8, "WR": 4, "WM": 1, "R16": 1, "KB": 256, "STAGES": 4, "CTAS": 2, "RANK": 16}
 
 CONFIGURATIONS = (
@@ -30,6 +31,7 @@ CONFIGURATIONS = (
     ("grouped_product.cu", GROUPED | {"SWIGLU": 2, "GATHER": 1, "EARLY": 0}),
     ("grouped_product.cu", GROUPED | {"SWIGLU": 0, "GATHER": 0, "EARLY": 1}),
     ("grouped_product.cu", GROUPED | {"SWIGLU": 2, "GATHER": 1, "EARLY": 0, "RANK": 4, "ORDER": 2}),
+    ("grouped_hopper.cu", GROUPED_HOPPER),
     ("expert_rows.cu", {}),
     ("head_finish.cu", {"STEP": 1}),
     *(("head_sample.cu", {**choose_tile(8, kind, 1024).defines, "OUTPUT": 0}) for kind in range(3)),

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.cubin import kernels_of
 from conftest import rms_error
 from kernels.test_decode_attention import (
     POSITIONS,
@@ -19,7 +20,6 @@ from kernels.test_decode_attention import (
 from qerl.kernels import decode_attention as op
 from qerl.kernels import decode_shape, nvrtc
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
-from qerl.kernels.cubin import kernels_of
 from qerl.models.rope import Angles, rotate_heads
 
 __all__ = ["made"]  # a fixture

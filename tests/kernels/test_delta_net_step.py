@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import matrix
+from benchmarks.cubin import kernels_of
 from conftest import rms_error
 from kernels.cuda_on_cpu import has_compiler, on_cpu
 from qerl.kernels import delta_net_step as op
 from qerl.kernels.architectures import ARCHITECTURES, architecture_of
-from qerl.kernels.cubin import kernels_of
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.delta_net_step import DeltaNetStep, DeltaWeights, Gates
 from qerl.kernels.gated_delta_net import DeltaInputs, DeltaShape, DeltaState, mix_step

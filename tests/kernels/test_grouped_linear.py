@@ -159,7 +159,8 @@ def test_sorted_rows_come_back_to_their_tokens(T, E, k, rng):
     x_TD, logits_TE = torch.randn(T, 6, generator=rng), torch.randn(T, E, generator=rng)
     ids_TK = routing.choose(logits_TE, k)
     rows = routing.sort_rows(ids_TK, E)
-    experts_S = ids_TK.flatten()[rows.order_S]
+    experts_S = ids_TK.flatten()[rows.inverse_S.argsort()]
+    assert torch.equal(rows.tokens_S, rows.inverse_S.argsort() // k)
     assert torch.equal(experts_S, experts_S.sort().values)
     counts = [int((ids_TK == e).sum()) for e in range(E)]
     assert rows.offsets.diff().tolist() == counts and rows.offsets[0] == 0
@@ -172,7 +173,7 @@ def test_sorted_rows_come_back_to_their_tokens(T, E, k, rng):
 
 def test_layers_are_sorted_as_each_alone(rng):
     ids_LTK = torch.rand(3, 11, 6, generator=rng).topk(2).indices.sort(-1).values
-    for ids_TK, rows in zip(ids_LTK, routing.sort_layers(ids_LTK.flatten(1), 6), strict=True):
+    for ids_TK, rows in zip(ids_LTK, routing.sort_layers(ids_LTK.flatten(1), 2, 6), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(rows, routing.sort_rows(ids_TK, 6), strict=True))
 
 
@@ -306,7 +307,7 @@ def test_on_a_gpu_sums_over_a_tokens_rows_and_their_gradients_are_the_references
     def work(x, dtype):
         weights_TK = routing.weigh(logits_TE, ids_TK, "chosen").to(dtype)
         if dtype == torch.float32:
-            factors_S1 = factors_TK1.flatten(0, 1)[rows.order_S].to(x.dtype)
+            factors_S1 = factors_TK1.flatten(0, 1)[rows.inverse_S.argsort()].to(x.dtype)
             return routing.combine(routing.spread(x, rows, k) * factors_S1, weights_TK, rows)
         return (x[:, None] * factors_TK1 * weights_TK[..., None]).sum(1)
 

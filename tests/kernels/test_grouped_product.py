@@ -10,6 +10,7 @@ from qerl.kernels import grouped_product as op
 from qerl.kernels import nvfp4_decode, routing
 from qerl.kernels.architectures import ARCHITECTURES, TESTED
 from qerl.kernels.clamped_swiglu import clamped_swiglu
+from qerl.kernels.grouped_hopper import HopperGroupedProduct
 from qerl.kernels.grouped_product import (
     Activation,
     AdapterRows,
@@ -140,28 +141,39 @@ def device():
     return torch.device("cuda")
 
 
+@pytest.fixture(params=[GroupedProduct, HopperGroupedProduct])
+def kernels(request, device):
+    if request.param is HopperGroupedProduct and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return request.param(device)
+
+
+def swiglu_of(kernels, x, experts, routed, activation):
+    return kernels.swiglu(x if kernels.gathers else routed.x_SK, experts, routed, activation)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("activation", [None, Activation(None, 7.0), Activation(1.702, 7.0)], ids=str)
-def test_no_less_exact_than_torch_for_every_group_size(counts, activation, device):
+def test_no_less_exact_than_torch_for_every_group_size(counts, activation, kernels, device):
     rng = torch.Generator(device).manual_seed(sum(counts))
     E, N, K = len(counts), 192, 320
     ids = ids_for(counts, 1).to(device)
     each, bias = experts_of(E, N, K, rng, biased=True)
     x = torch.randn(len(ids), K, device=device, generator=rng).bfloat16()
     rows = routing.sort_rows(ids, E)
-    offsets, x_SK = rows.offsets.tolist(), x[rows.order_S]
+    offsets, x_SK = rows.offsets.tolist(), x[rows.tokens_S]
     weights = torch.stack([w.decode() for w in each])
     truth = op.reference(x_SK, offsets, weights, bias, activation)
     plain = torch_path(x_SK, offsets, each, bias, activation)
-    kernels, routes = GroupedProduct(device), MoERoute(device)
+    routes = MoERoute(device)
     for tokens in op.ITEM_ROWS:
-        routed = routes.route(logits_of(ids, E, rng), 1, "chosen", tokens)
+        routed = routes.route(logits_of(ids, E, rng), 1, "chosen", tokens, x_BK=x)
         if activation is None:
             got = kernels.linear(x_SK.contiguous(), tiled(each, bias), routed)
         else:
             order = nvfp4_decode.swiglu_order(N // 2, device)
-            got = kernels.swiglu(x, tiled(each, bias, order), routed, activation)
+            got = swiglu_of(kernels, x, tiled(each, bias, order), routed, activation)
         assert got.isfinite().all() and rms_error(got, truth) <= 1.1 * rms_error(plain, truth), tokens
 
 
@@ -169,14 +181,14 @@ def test_no_less_exact_than_torch_for_every_group_size(counts, activation, devic
 @pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("nums", [(4, 4), (1, 4), (4, 1)], ids=("each", "shared_a", "shared_b"))
 @pytest.mark.parametrize("rows", list(AdapterRows), ids=lambda rows: rows.name)
-def test_adapters_are_no_less_exact_than_torch(rows, nums, rank, device):
+def test_adapters_are_no_less_exact_than_torch(rows, nums, rank, kernels, device):
     rng = torch.Generator(device).manual_seed(rank)
     counts, N, K = (5, 0, 70, 33), 192, 320
     ids = ids_for(counts, 1).to(device)
     each, bias = experts_of(len(counts), N, K, rng, biased=True)
     x = torch.randn(len(ids), K, device=device, generator=rng).bfloat16()
     sorted_rows = routing.sort_rows(ids, len(counts))
-    offsets, x_SK = sorted_rows.offsets.tolist(), x[sorted_rows.order_S].contiguous()
+    offsets, x_SK = sorted_rows.offsets.tolist(), x[sorted_rows.tokens_S].contiguous()
     a = (torch.randn(nums[0], rank, K, device=device, generator=rng) / K**0.5).bfloat16()
     b = torch.randn(nums[1], N, rank, device=device, generator=rng).bfloat16()
     activation = None if rows is AdapterRows.AS_TILES else Activation(1.702, 7.0)
@@ -184,23 +196,23 @@ def test_adapters_are_no_less_exact_than_torch(rows, nums, rank, device):
     truth = op.reference(x_SK, offsets, weights, bias, activation, adapter)
     without = op.reference(x_SK, offsets, weights, bias, activation)
     plain = torch_path(x_SK, offsets, each, bias, activation, adapter)
-    kernels, routes = GroupedProduct(device), MoERoute(device)
+    routes = MoERoute(device)
     stored = torch.stack(b.chunk(2, 1), 2).flatten(1, 2) if rows is AdapterRows.ALTERNATING else b
     for tokens in op.ITEM_ROWS:
-        routed = routes.route(logits_of(ids, len(counts), rng), 1, "chosen", tokens)
+        routed = routes.route(logits_of(ids, len(counts), rng), 1, "chosen", tokens, x_BK=x)
         order = None if activation is None else nvfp4_decode.swiglu_order(N // 2, device)
         experts = tiled(each, bias, order)._replace(adapter=ExpertAdapter(a, stored, 0.5, rows))
         if activation is None:
             got = kernels.linear(x_SK, experts, routed)
         else:
-            got = kernels.swiglu(x, experts, routed, activation)
+            got = swiglu_of(kernels, x, experts, routed, activation)
         assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth), tokens
     assert rms_error(without, truth) > 0.1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("F", "D", "E", "chosen"), [(2880, 2880, 8, 4), (768, 2048, 16, 8), (64, 64, 4, 2)])
-def test_a_row_does_not_depend_on_its_batch(F, D, E, chosen, device):
+def test_a_row_does_not_depend_on_its_batch(F, D, E, chosen, kernels, device):
     rng = torch.Generator(device).manual_seed(0)
     each, bias = experts_of(E, 2 * F, D, rng, biased=True)
     gate_up = tiled(each, bias, nvfp4_decode.swiglu_order(F, device))
@@ -210,11 +222,12 @@ def test_a_row_does_not_depend_on_its_batch(F, D, E, chosen, device):
     x = torch.randn(256, D, device=device, generator=rng).bfloat16()
     logits = torch.randn(256, E, device=device, generator=rng)
     h = torch.randn(256, D, device=device, generator=rng)
-    kernels, routes = GroupedProduct(device), MoERoute(device)
+    routes = MoERoute(device)
 
     def run(rows, tokens):
-        routed = routes.route(logits[rows].contiguous(), chosen, "chosen", tokens)
-        y = kernels.swiglu(x[rows].contiguous(), gate_up, routed, Activation(1.702, 7.0))
+        some = x[rows].contiguous()
+        routed = routes.route(logits[rows].contiguous(), chosen, "chosen", tokens, x_BK=some)
+        y = swiglu_of(kernels, some, gate_up, routed, Activation(1.702, 7.0))
         return routes.add(h[rows].clone(), kernels.linear(y, down, routed), routed, E)
 
     whole = run(slice(0, 256), 64)
@@ -224,7 +237,7 @@ def test_a_row_does_not_depend_on_its_batch(F, D, E, chosen, device):
 
 
 @pytest.mark.gpu
-def test_the_weights_of_a_whole_mixture_give_its_output(device):
+def test_the_weights_of_a_whole_mixture_give_its_output(kernels, device):
     """The steps together, against float64 of the definition of models/mixture.py."""
     rng = torch.Generator(device).manual_seed(1)
     E, F, D, B, chosen = 8, 128, 192, 37, 3
@@ -232,10 +245,10 @@ def test_the_weights_of_a_whole_mixture_give_its_output(device):
     lower, lower_bias = experts_of(E, D, F, rng, biased=True)
     x, h = (torch.randn(B, D, device=device, generator=rng) for _ in range(2))
     x, logits = x.bfloat16(), torch.randn(B, E, device=device, generator=rng)
-    kernels, routes = GroupedProduct(device), MoERoute(device)
-    routed = routes.route(logits, chosen, "all", 8)
-    y = kernels.swiglu(
-        x, tiled(each, bias, nvfp4_decode.swiglu_order(F, device)), routed, Activation(None, 7.0)
+    routes = MoERoute(device)
+    routed = routes.route(logits, chosen, "all", 8, x_BK=x)
+    y = swiglu_of(
+        kernels, x, tiled(each, bias, nvfp4_decode.swiglu_order(F, device)), routed, Activation(None, 7.0)
     )
     got = routes.add(h.clone(), kernels.linear(y, tiled(lower, lower_bias), routed), routed, E, scale=0.5)
     ids, weights = (t.to(device) for t in routing.reference(logits, chosen, "all"))

@@ -6,6 +6,7 @@ import struct
 import pytest
 import torch
 
+from benchmarks.cubin import kernels_of
 from kernels import test_decode_attention
 from kernels.cuda_on_cpu import CpuKernel, copy_sources, has_compiler
 from kernels.test_decode_attention import POSITIONS, RAGGED, random_norms, step, turning_angles
@@ -13,7 +14,6 @@ from qerl.kernels import decode_attention as op
 from qerl.kernels import nvrtc
 from qerl.kernels.architectures import TESTED
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
-from qerl.kernels.cubin import kernels_of
 from qerl.kernels.nvrtc import addresses
 from qerl.models.rope import Angles, rotate_heads
 

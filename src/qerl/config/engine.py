@@ -22,8 +22,9 @@ class EngineConfig:
     max_num_seqs: int = 128
     """Maximum number of samples decoded at once; up to 256 with the decode kernels."""
 
-    max_num_batched_tokens: int = 4096
-    """Maximum number of prompt tokens in one forward pass."""
+    max_num_batched_tokens: int | None = None
+    """Maximum number of prompt tokens in one forward pass. None: 4,096; 16,384 with a mixture of experts,
+    which are unpacked once a pass."""
 
     decode_steps_per_sync: int | None = None
     """Decode steps between two synchronizations with the host. None: 16 on a GPU, 1 on a CPU."""
@@ -39,6 +40,10 @@ class EngineConfig:
     def __post_init__(self):
         check_positive(self, "block_size", "kv_cache_gb", "decode_steps_per_sync", prefix="engine.")
         check_positive(self, "max_num_seqs", "max_num_batched_tokens", prefix="engine.")
+
+    def batched_tokens(self, *, is_mixture: bool) -> int:
+        """Return max_num_batched_tokens, resolved."""
+        return self.max_num_batched_tokens or (16_384 if is_mixture else 4096)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,8 @@ from qerl.engine.fused_linear import FusedLinears, PackedLinears
 from qerl.engine.kv_cache import KVCache
 from qerl.kernels.decode_attention import DecodeAttention
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.grouped_hopper import HopperGroupedProduct
+from qerl.kernels.grouped_product import GroupedProduct
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
@@ -57,8 +59,10 @@ class KernelForward:
         chunk: int | None = None,
         shrink: Callable[[torch.device], LoraShrink] = LoraShrink,
         attention: Callable[..., DecodeAttention] = DecodeAttention,
+        grouped: Callable[[torch.device], GroupedProduct] = HopperGroupedProduct,
     ):
-        """products: multiplies packed linears; chunk: as DecodeAttention takes it; shrink: norms and u."""
+        """products: multiplies packed linears; chunk: as DecodeAttention takes it; shrink: norms and u;
+        grouped: multiplies experts."""
         self._decoder, self._shrink = decoder, shrink(decoder.device)
         parts = StepParts(
             decoder=decoder,
@@ -69,6 +73,7 @@ class KernelForward:
             max_pages=max_pages,
             chunk=chunk,
             attention=attention,
+            grouped=grouped,
         )
         self._steps = _steps(parts)
 

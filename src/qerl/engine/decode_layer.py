@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from qerl.aqn.noised_norm import NoisedRMSNorm
@@ -21,6 +22,7 @@ from qerl.engine.fused_linear import FusedLinears, LinearGroup, TorchLinears
 from qerl.engine.kv_cache import KVCache
 from qerl.kernels.decode_attention import DecodeAttention
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.grouped_product import GroupedProduct
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
@@ -44,6 +46,8 @@ class StepParts:
     """As DecodeAttention takes it."""
     attention: Callable[..., DecodeAttention]
     """Makes the kernels of one shape of attention."""
+    grouped: Callable[[torch.device], GroupedProduct]
+    """Makes the products of experts."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

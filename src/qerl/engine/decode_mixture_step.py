@@ -3,9 +3,9 @@
     x = norm(h)    logits = router(x)    k of E experts a row, rows sorted by expert
     y = silu(gate) * up of x, of all experts    z = down(y), of all experts    h += sum of weight * z
 
-moe_route.py and grouped_product.py have the kernels. A router with an adapter, or not in BF16, multiplies by
-its module. The chosen ids are recorded in the cache's pages, as the PyTorch path does. Adapters of experts
-take a launch more for each product.
+moe_route.py and grouped_product.py have the kernels, grouped_hopper.py those for Hopper. A router with an
+adapter, or not in BF16, multiplies by its module. The chosen ids are recorded in the cache's pages, as the
+PyTorch path does. Adapters of experts take a launch more for each product.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,6 @@ from qerl.kernels.grouped_product import (
     Activation,
     AdapterRows,
     ExpertAdapter,
-    GroupedProduct,
     TiledExperts,
     item_rows,
 )
@@ -43,7 +42,7 @@ _ADAPTER_ROWS = {
 class MixtureSteps:
     def __init__(self, parts: StepParts):
         device = parts.decoder.device
-        self.parts, self.routes, self.products = parts, MoERoute(device), GroupedProduct(device)
+        self.parts, self.routes, self.products = parts, MoERoute(device), parts.grouped(device)
 
     @staticmethod
     def obstacle(a: Architecture, page_tokens: int) -> str | None:
@@ -109,8 +108,10 @@ class _MixtureStep:
             item_rows(len(h_BD), mixture.num_chosen, mixture.num_experts),
             state.positions_B[: len(h_BD)],
             Record(shared.parts.cache.routes_of(self._layer_index), state.tables_BX[: len(h_BD)]),
+            None if shared.products.gathers else x_BD,
         )
-        y_SF = shared.products.swiglu(x_BD, self._gate_up, routed, self._activation)
+        x = x_BD if routed.x_SK is None else routed.x_SK
+        y_SF = shared.products.swiglu(x, self._gate_up, routed, self._activation)
         y_SD = shared.products.linear(y_SF, self._down, routed)
         return shared.routes.add(h_BD, y_SD, routed, mixture.num_experts, self._scale)
 

@@ -71,7 +71,7 @@ class Engine(SamplingEngine):
             decoder,
             tokenizer,
             stop_token_ids=stop_token_ids,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens(is_mixture=decoder.architecture.mixture is not None),
         )
         self._decoder, self._config = decoder, config
         self._cache: KVCache | None = None
@@ -210,7 +210,7 @@ class Engine(SamplingEngine):
             ),
             self._runners.teacher_forcing()
             if config.exact
-            else Prefill(self._decoder, cache, config.max_num_batched_tokens),
+            else Prefill(self._decoder, cache, self._max_num_batched_tokens),
             runner,
             call,
             stop_token_ids=self.stop_token_ids,

@@ -50,12 +50,12 @@ def free_bytes(device: torch.device) -> float:
 
 
 def working_bytes(config: EngineConfig, decoder: Decoder) -> float:
-    """Estimate the memory of a prefill: a layer's activations, those of a recurrent layer, its largest
-    unpacked weight, 64 rows of logits, and the unused part of torch's latest block."""
+    """Estimate the memory of a prefill: a layer's activations, also recurrent ones and those of experts, its
+    largest unpacked weight, 64 rows of logits, and the unused part of torch's latest block."""
     a = decoder.architecture
     heads = max((a.num_heads + 2 * kv.num) * kv.size for kv in a.each_kv_heads)
     row = 2 * (4 * a.ff_width + 10 * a.width + 2 * heads)
     row += 0 if a.delta is None else a.delta.working_bytes
-    return (
-        config.max_num_batched_tokens * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES
-    )
+    row += 0 if a.mixture is None else 2 * a.mixture.num_chosen * (2 * a.width + 3 * a.mixture.width)
+    rows = config.batched_tokens(is_mixture=a.mixture is not None)
+    return rows * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES

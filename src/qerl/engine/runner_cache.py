@@ -31,6 +31,8 @@ from qerl.formats import BF16, FP8, PackedWeight
 from qerl.kernels.chunked_attention import chunked_decode
 from qerl.kernels.compile_tally import CompileReport
 from qerl.kernels.decode_shape import CHUNK
+from qerl.kernels.grouped_hopper import HopperGroupedProduct
+from qerl.kernels.grouped_product import GroupedProduct
 from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head, head_sampler
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
@@ -187,6 +189,7 @@ class RunnerCache:
             ),
             chunk=CHUNK if exact else None,
             shrink=PortableLoraShrink if is_portable else LoraShrink,
+            grouped=GroupedProduct if is_portable else HopperGroupedProduct,
         )
 
     def _exact_rows(self) -> tuple[int, int]:

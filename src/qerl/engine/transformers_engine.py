@@ -48,7 +48,7 @@ class TransformersEngine(SamplingEngine):
             model,
             tokenizer,
             stop_token_ids=stop_token_ids,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens(is_mixture=False),
         )
         self._transformer, self._config, self.max_rows = model, config, config.max_num_seqs
         self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(model.device)

@@ -155,18 +155,19 @@ def _gradients(
     dy_TN: Tensor, x_TC: Tensor, operand: Operand, parts: Sequence[LinearPart], wants_dx: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Return dx and the gradient of each master."""
-    columns, rows, du, gradients = x_TC.shape[1] - sum(_rank(p) for p in parts), 0, [], []
-    x_TK = x_TC[:, :columns]
+    rank, rows, column, gradients = sum(map(_rank, parts)), 0, 0, []
+    x_TK, u_TR = x_TC.tensor_split([x_TC.shape[1] - rank], dim=1)
+    du_TR, none = row_kernel.unread(dy_TN.new_empty(len(dy_TN), rank)), dy_TN.new_empty(1)
     for part in parts:
-        if part.adapter is not None:
-            dy_part = dy_TN[:, rows : rows + part.width]
-            u_TR = x_TC[:, columns : columns + _rank(part)]
-            du.append((dy_part @ part.adapter.b_work_NR).mul_(part.adapter.scaling))
+        if (adapter := part.adapter) is not None:
+            dy_part, own = dy_TN[:, rows : rows + part.width], slice(column, column + _rank(part))
+            du = du_TR[:, own]
+            torch.addmm(none, dy_part, adapter.b_work_NR, beta=0, alpha=adapter.scaling, out=du)
             alpha = part.alpha if isinstance(part.alpha, float) else 1.0
-            gradients += [summed(du[-1], x_TK), summed(dy_part, u_TR, alpha)]
-            columns += _rank(part)
+            gradients += [summed(du, x_TK), summed(dy_part, u_TR[:, own], alpha)]
+            column = own.stop
         rows += part.width
-    return _input_gradient(dy_TN, du, operand, parts) if wants_dx else None, gradients
+    return _input_gradient(dy_TN, du_TR, operand, parts) if wants_dx else None, gradients
 
 
 def side_by_side(pieces: Sequence[Tensor]) -> Tensor:
@@ -313,11 +314,11 @@ def _runs(parts: Sequence[LinearPart]) -> list[list[LinearPart]]:
     return [list(run) for _, run in alike]
 
 
-def _input_gradient(dy_TN: Tensor, du: list[Tensor], operand: Operand, parts: Sequence[LinearPart]) -> Tensor:
-    w_NK, row = operand(dy_TN.dtype, False), 0
-    if du:
+def _input_gradient(dy_TN: Tensor, du_TR: Tensor, operand: Operand, parts: Sequence[LinearPart]) -> Tensor:
+    w_NK, row, has_adapters = operand(dy_TN.dtype, False), 0, du_TR.shape[1] > 0
+    if has_adapters:
         a_RK = _stacked([part.adapter.a_work_RK for part in parts if part.adapter is not None])
-        dx_TK = torch.cat(du, 1) @ a_RK
+        dx_TK = du_TR @ a_RK
     else:
         dx_TK = dy_TN.new_empty(len(dy_TN), w_NK.shape[1])
     for run in _runs(parts):
@@ -325,6 +326,6 @@ def _input_gradient(dy_TN: Tensor, du: list[Tensor], operand: Operand, parts: Se
         dy_part, alpha = dy_TN[:, rows], run[0].alpha
         if isinstance(alpha, Tensor):
             dy_part, alpha = (dy_part * alpha).to(dy_TN.dtype), 1.0
-        dx_TK.addmm_(dy_part, w_NK[rows], beta=1 if du or row else 0, alpha=alpha)
+        dx_TK.addmm_(dy_part, w_NK[rows], beta=1 if has_adapters or row else 0, alpha=alpha)
         row = rows.stop
     return dx_TK

@@ -18,7 +18,7 @@ import enum
 import functools
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,18 +193,21 @@ def _deepest(tile: GroupedTile, card: CudaArchitecture) -> GroupedTile:
 class GroupedProduct:
     """The kernels of one device, compiled on first use."""
 
+    gathers = True
+    """`swiglu` takes the rows of the step; if False, sorted ones."""
+
     def __init__(self, device: torch.device):
         self._device, self._card = device, architecture_of(device)
         self._num_sms = torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
         self._kernel = cached_method(self._compile)
         self._shrink_kernel = cached_method(self._compile_shrink)
 
-    def swiglu(self, x_BK: Tensor, experts: TiledExperts, routed: Routed, activation: Activation) -> Tensor:
-        """Return y_SF in bfloat16, sorted by expert, from the rows of the step."""
+    def swiglu(self, x: Tensor, experts: TiledExperts, routed: Routed, activation: Activation) -> Tensor:
+        """Return y_SF in bfloat16, sorted by expert."""
         kind = 1 if activation.alpha is None else 2
         y_SF = self._empty(routed, TILE_ROWS // 2 * experts.tiles.shape[1])
-        assert len(x_BK) == len(routed.places_BK)
-        self._launch(x_BK, experts, routed, y_SF, kind, True, activation)
+        assert len(x) == len(routed.places_BK if self.gathers else routed.rows_S)
+        self._launch(x, experts, routed, y_SF, kind, True, activation)
         return y_SF
 
     def linear(self, x_SK: Tensor, experts: TiledExperts, routed: Routed) -> Tensor:
@@ -219,7 +222,7 @@ class GroupedProduct:
     def _empty(self, routed: Routed, width: int) -> Tensor:
         return torch.empty(len(routed.rows_S), width, dtype=torch.bfloat16, device=self._device)
 
-    def _launch(self, x, experts, routed, y, swiglu, gather, activation) -> None:
+    def _launch(self, x, experts, routed, y, swiglu: int, is_first: bool, activation) -> None:
         num_experts, n, k = len(experts.tiles), TILE_ROWS * experts.tiles.shape[1], x.shape[1]
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
         assert experts.tiles.shape == (num_experts, n // TILE_ROWS, k // TILE_K, TILE_BYTES)
@@ -228,8 +231,7 @@ class GroupedProduct:
             assert values is None or (values.shape == (num_experts, n) and values.dtype == torch.float32)
             assert values is None or values.is_contiguous()
         adapter: ExpertAdapter | None = experts.adapter
-        u_SR = None if adapter is None else self._shrink(x, adapter, n, routed, gather)
-        tile = grouped_tile(routed.item_rows, n, k, self._card)
+        u_SR = None if adapter is None else self._shrink(x, adapter, n, routed, is_first and self.gathers)
         tensors = experts.tiles, experts.factors_EN, experts.bias_EN, x, y, routed.plan, routed.rows_S
         operands = struct.pack(
             "7Q2i2f", *addresses(*tensors), n, k, activation.alpha or 0.0, activation.limit
@@ -237,10 +239,13 @@ class GroupedProduct:
         if adapter is not None:
             stride = 0 if len(adapter.b_ENR) == 1 else adapter.b_ENR.stride(0)
             operands += struct.pack("2Qi4x", *addresses(adapter.b_ENR, u_SR), stride)
-        form = (0, 0) if adapter is None else (adapter.a_ERK.shape[1], int(adapter.rows))
-        most_units = len(routed.rows_S) * -(-n // tile.rows)
-        self._kernel(tile, swiglu, gather, *form).launch(
-            grid=min(most_units, self._num_sms * tile.ctas_per_sm),
+        low_rank = (0, 0) if adapter is None else (adapter.a_ERK.shape[1], int(adapter.rows))
+        self._start(x, operands, n, routed, (swiglu, is_first, *low_rank))
+
+    def _start(self, x: Tensor, operands: bytes, n: int, routed: Routed, form: tuple) -> None:
+        tile = grouped_tile(routed.item_rows, n, x.shape[1], self._card)
+        self._kernel(tile, *form).launch(
+            grid=min(len(routed.rows_S) * -(-n // tile.rows), self._num_sms * tile.ctas_per_sm),
             block_threads=tile.threads,
             parameters=(operands,),
         )
@@ -262,8 +267,8 @@ class GroupedProduct:
         )
         return u_SR
 
-    def _compile(self, tile: GroupedTile, swiglu: int, gather: bool, rank: int, order: int):
-        defines = tile.defines(swiglu, gather, rank, order)
+    def _compile(self, tile: Any, swiglu: int, is_first: bool, rank: int, order: int):
+        defines = tile.defines(swiglu, is_first, rank, order)
         return compiled(FILE, NAME, self._device, defines, shared_bytes=tile.shared_bytes)
 
     def _compile_shrink(self, rank: int, gather: bool):

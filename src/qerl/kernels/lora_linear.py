@@ -113,5 +113,5 @@ def _scaled_product(
         y_TN = torch.mm(x_TK, operand_KN).mul_(alpha)
         return y_TN if plus is None else y_TN.add_(plus, alpha=scaling)
     if plus is None:
-        plus, scaling = x_TK.new_zeros(1, 1), 0.0
+        plus, scaling = x_TK.new_empty(1, 1), 0.0  # beta 0 reads nothing of it
     return torch.addmm(plus, x_TK, operand_KN, beta=scaling, alpha=alpha)

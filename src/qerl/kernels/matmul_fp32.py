@@ -74,7 +74,12 @@ def summed(
 ) -> Tensor:
     """Return alpha * a^T @ b in fp32, as the sum over chunks of rows. multiply: returns a new fp32 tensor."""
     *before, last = row_chunks(len(a_TM)) or [slice(0)]
-    total_MN = multiply(a_TM[last].T, b_TN[last]).mul_(alpha)
+
+    def of(some: slice) -> Tensor:
+        product_MN = multiply(a_TM[some].T, b_TN[some])
+        return product_MN if alpha == 1 else product_MN.mul_(alpha)  # one launch of many less
+
+    total_MN = of(last)
     for some in reversed(before):
-        total_MN.add_(multiply(a_TM[some].T, b_TN[some]).mul_(alpha))
+        total_MN.add_(of(some))
     return total_MN

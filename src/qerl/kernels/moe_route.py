@@ -21,6 +21,7 @@ from qerl.kernels.nvrtc import addresses
 CASES = ((1, 4, 2), (7, 8, 3), (64, 32, 4), (256, 128, 8), (33, 60, 4))  # B, E, K
 MAX_ROWS, MAX_EXPERTS = 256, 256
 _THREADS = 1024
+_SORTING_CTAS = 128  # that sort rows of x
 FILE = "moe_route.cu"
 
 
@@ -37,6 +38,8 @@ class Routed(NamedTuple):
     """fp32."""
     item_rows: int
     """Most rows of an item."""
+    x_SK: Tensor | None = None
+    """The sorted rows of what was to be sorted; behind those in use undefined."""
 
 
 class Record(NamedTuple):
@@ -81,8 +84,9 @@ class MoERoute:
         item_rows: int,
         positions_B: Tensor | None = None,
         record: Record | None = None,
+        x_BK: Tensor | None = None,
     ) -> Routed:
-        """positions_B: int32; None: all rows are in use. record needs positions."""
+        """positions_B: int32; None: all rows are in use. record needs positions. x_BK is sorted too."""
         (rows, experts), device = logits_BE.shape, logits_BE.device
         assert logits_BE.dtype == torch.float32 and logits_BE.is_contiguous() and rows <= MAX_ROWS
         assert supports(experts, num_chosen) and num_chosen <= experts
@@ -93,7 +97,11 @@ class MoERoute:
             torch.empty(rows, num_chosen, dtype=torch.int32, device=device),
             torch.empty(rows, num_chosen, device=device),
             item_rows,
+            None
+            if x_BK is None
+            else torch.empty(rows * num_chosen, x_BK.shape[1], dtype=x_BK.dtype, device=device),
         )
+        assert x_BK is None or (row_kernel.are_vectors(x_BK) and x_BK.is_contiguous() and len(x_BK) == rows)
         where = bytes(24)
         if record is not None:
             routes, tables = record
@@ -101,11 +109,11 @@ class MoERoute:
             assert routes.shape[2] == num_chosen and tables.dtype == torch.int32 and tables.stride(1) == 1
             where = struct.pack("2Q2i", *addresses(routes, tables), tables.stride(0), routes.shape[1])
         self._kernel("route", experts, num_chosen, over, item_rows)(
-            grid=1,
+            grid=1 if x_BK is None else _SORTING_CTAS,
             block_threads=_THREADS,
             parameters=(
-                *(logits_BE, positions_B, where, routed.plan),
-                *(routed.rows_S, routed.places_BK, routed.weights_BK, rows),
+                *(logits_BE, positions_B, where, routed.plan, routed.rows_S, routed.places_BK),
+                *(routed.weights_BK, x_BK, routed.x_SK, rows, 0 if x_BK is None else x_BK.shape[1] // 8),
             ),
         )
         return routed

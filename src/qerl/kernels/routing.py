@@ -2,7 +2,7 @@
 
     ids_TK     the k largest router logits, ascending by expert, int64
     weights_TK softmax over all experts at these, or over the chosen ones, fp32
-    order_S    of the S = T k pairs (token, place), those of expert 0 first, by token within an expert
+    tokens_S   the tokens of the S = T k sorted rows, those of expert 0 first, ascending within an expert
     offsets    int64 [E + 1]: expert e has the rows offsets[e] .. offsets[e + 1] - 1
 
 Letters: T tokens, K chosen experts of a token (k), E experts, S = T k rows, D width. Experts of a token are
@@ -20,9 +20,9 @@ CASES = ((1, 4, 2), (7, 8, 3), (64, 32, 4))  # T, E, k
 
 
 class SortedRows(NamedTuple):
-    order_S: Tensor
+    tokens_S: Tensor
     inverse_S: Tensor
-    """The place of each pair's row after sorting."""
+    """The sorted row of each pair (token, place)."""
     offsets: Tensor
 
 
@@ -45,10 +45,11 @@ def sort_rows(ids_TK: Tensor, num_experts: int) -> SortedRows:
     inverse_S = torch.empty_like(order_S)
     inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
     experts_E = torch.arange(num_experts + 1, device=order_S.device)
-    return SortedRows(order_S, inverse_S, torch.searchsorted(flat_S.to(torch.int64), experts_E))
+    offsets = torch.searchsorted(flat_S.to(torch.int64), experts_E)
+    return SortedRows(order_S // ids_TK.shape[1], inverse_S, offsets)
 
 
-def sort_layers(ids_LS: Tensor, num_experts: int) -> list[SortedRows]:
+def sort_layers(ids_LS: Tensor, num_chosen: int, num_experts: int) -> list[SortedRows]:
     """Return the same of the pairs of several layers, in a few launches for all of them."""
     assert num_experts <= 256, "an expert's id is sorted as one byte"
     order_LS = ids_LS.to(torch.uint8).sort(dim=1, stable=True).indices
@@ -57,12 +58,13 @@ def sort_layers(ids_LS: Tensor, num_experts: int) -> list[SortedRows]:
     ids_LS = ids_LS.long()
     counts_LE = ids_LS.new_zeros(len(ids_LS), num_experts).scatter_add_(1, ids_LS, torch.ones_like(ids_LS))
     offsets_LE = torch.nn.functional.pad(counts_LE.cumsum(1), (1, 0))
+    order_LS.floor_divide_(num_chosen)
     return [SortedRows(*layer) for layer in zip(order_LS, inverse_LS, offsets_LE, strict=True)]
 
 
 def spread(x_TD: Tensor, rows: SortedRows, num_chosen: int) -> Tensor:
     """Return x_SD, sorted; its gradient sums a token's rows in the order of its experts, in fp32."""
-    return _Spread.apply(x_TD, rows.order_S, rows.inverse_S, num_chosen)
+    return _Spread.apply(x_TD, rows.tokens_S, rows.inverse_S, num_chosen)
 
 
 def combine(y_SD: Tensor, weights_TK: Tensor, rows: SortedRows) -> Tensor:
@@ -72,10 +74,10 @@ def combine(y_SD: Tensor, weights_TK: Tensor, rows: SortedRows) -> Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, order_S, inverse_S, num_chosen):
+    def forward(ctx, x_TD, tokens_S, inverse_S, num_chosen):
         ctx.save_for_backward(inverse_S)
         ctx.num_chosen = num_chosen
-        return x_TD.index_select(0, order_S // num_chosen)
+        return x_TD.index_select(0, tokens_S)
 
     @staticmethod
     def backward(ctx, dx_SD):  # type: ignore[override]

@@ -42,7 +42,7 @@ class RouterReplay:
         if routes_T is not None:
             self._recorded = dict(zip(self._layers, routes_T.view(shape).unbind(1), strict=True))
         self._used = dict(self._recorded) if is_replayed else {}
-        self._differs: dict[int, Tensor] = {}
+        self._own: dict[int, Tensor] = {}  # the learner's choices, to be compared all at once
 
     def rows_by_layer(self) -> RowsByLayer:
         """Return the routes of all layers, if they are replayed: they are sorted at once, and the host waits
@@ -50,28 +50,31 @@ class RouterReplay:
         if not self._used:
             return {}
         ids_LTK = torch.stack([self._used[layer] for layer in self._layers])
-        each = sort_layers(ids_LTK.flatten(1), self._num_experts)
+        each = sort_layers(ids_LTK.flatten(1), ids_LTK.shape[2], self._num_experts)
         ends_LE = torch.stack([rows.offsets for rows in each]).tolist()
         parts = zip(self._layers, ids_LTK.long(), each, ends_LE, strict=True)
         return {layer: ChosenRows(ids, rows, RowEnds(ends), False) for layer, ids, rows, ends in parts}
 
     def __call__(self, layer_index: int, ids_TK: Tensor) -> Tensor:
-        if layer_index in self._recorded and layer_index not in self._differs:
-            self._differs[layer_index] = (self._recorded[layer_index] != ids_TK).any(1)
+        if layer_index in self._recorded and layer_index not in self._own:
+            self._own[layer_index] = ids_TK.to(torch.uint8)
         if layer_index not in self._used:
             self._used[layer_index] = ids_TK.to(torch.uint8)
         return self._used[layer_index].long()
 
     def reading(self) -> RoutingReading:
         """Return the counts of a pass that has been through all layers."""
-        differs = [self._differs[layer] for layer in self._layers if layer in self._differs]
-        return RoutingReading(self._counts_LE, torch.stack(differs, 1) if differs else None)
+        differs_TL = None
+        if self._own:
+            own, recorded = (
+                [of[x] for x in self._layers if x in self._own] for of in (self._own, self._recorded)
+            )
+            differs_TL = (torch.stack(own, 1) != torch.stack(recorded, 1)).any(2)
+        return RoutingReading(self._counts_LE, differs_TL)
 
     @functools.cached_property
     def _counts_LE(self) -> Tensor:
         """The rows of each expert, once all routes are known. torch.bincount would wait for the device."""
-        counts = []
-        for layer in self._layers:
-            ids_S = self._used[layer].flatten().long()
-            counts.append(ids_S.new_zeros(self._num_experts).scatter_add_(0, ids_S, torch.ones_like(ids_S)))
-        return torch.stack(counts)
+        ids_LS = torch.stack([self._used[layer] for layer in self._layers]).flatten(1).long()
+        counts_LE = ids_LS.new_zeros(len(ids_LS), self._num_experts)
+        return counts_LE.scatter_add_(1, ids_LS, torch.ones_like(ids_LS))

@@ -51,31 +51,46 @@ struct Record {
   int stride, page_tokens;
 };
 
-// One CTA. A row at a negative position is not in use: it gets no expert, and its places are -1.
+// A row at a negative position is not in use: it gets no expert, and its places are -1. With sorted_x the rows of x are copied there, sorted
+// by expert, by all CTAs: each of them sorts, and the first one writes the rest.
 extern "C" __global__ void __launch_bounds__(1024) route(const float* __restrict__ logits, const int* __restrict__ positions, const Record record, u32* plan,
-                                                         u16* rows, int* places, float* weights, int num_rows) {
+                                                         u16* rows, int* places, float* weights, const uint4* x, uint4* sorted_x, int num_rows, int pieces) {
   __shared__ u32 members[E][MOST_ROWS / 32];  // a bit for each row that chose the expert
   __shared__ u8 ids[MOST_ROWS * CHOSEN];
+  __shared__ u16 order[MOST_ROWS * CHOSEN];
   __shared__ u32 starts[E], warp_totals[32];
+  __shared__ int num_sorted;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool is_first = blockIdx.x == 0;
   for (int i = threadIdx.x; i < E * (MOST_ROWS / 32); i += 1024) members[i / (MOST_ROWS / 32)][i % (MOST_ROWS / 32)] = 0;
   launch_dependents();
   grid_dependency_wait();
+  float next[PER];  // the logits of the warp's next row; lane i has the position and the page of its row i
+  auto load = [&](int row) {
+#pragma unroll
+    for (int j = 0; j < PER; j++) next[j] = row < num_rows && j * 32 + lane < E ? logits[(size_t)row * E + j * 32 + lane] : -INF;
+  };
+  load(warp);
+  const int own_row = warp + 32 * lane;
+  const int own_position = positions && own_row < num_rows ? positions[own_row] : 0;
+  int own_page = 0;
+  if (record.routes && own_row < num_rows && own_position >= 0)
+    own_page = record.tables[(size_t)own_row * record.stride + own_position / record.page_tokens];
   __syncthreads();
-  for (int row = warp; row < num_rows; row += 32) {
-    const int position = positions ? positions[row] : 0;
-    if (position < 0) continue;
+  for (int i = 0, row = warp; row < num_rows; i++, row += 32) {
     float v[PER];
     u32 keys[PER];
     u32 chosen = 0;  // a bit for each of this lane's experts
 #pragma unroll
     for (int j = 0; j < PER; j++) {
-      const bool exists = j * 32 + lane < E;
-      v[j] = exists ? logits[(size_t)row * E + j * 32 + lane] : -INF;
-      keys[j] = exists ? key_of(v[j]) : 0;
+      v[j] = next[j];
+      keys[j] = j * 32 + lane < E ? key_of(v[j]) : 0;
     }
+    load(row + 32);
+    const int position = __shfl_sync(ALL_LANES, own_position, i), page = __shfl_sync(ALL_LANES, own_page, i);
+    if (position < 0) continue;
 #pragma unroll 1
-    for (int i = 0; i < CHOSEN; i++) {  // the largest, of equal ones the first
+    for (int c = 0; c < CHOSEN; c++) {  // the largest, of equal ones the first
       u32 best = 0, at = 0;
 #pragma unroll
       for (int j = 0; j < PER; j++)
@@ -95,18 +110,15 @@ extern "C" __global__ void __launch_bounds__(1024) route(const float* __restrict
       if (OVER_ALL || chosen >> j & 1) sum += v[j];
     }
     sum = warp_sum(sum);
-    u8* recorded = record.routes;
-    if (recorded) {
-      const int page = record.tables[(size_t)row * record.stride + position / record.page_tokens];
-      recorded += ((size_t)page * record.page_tokens + position % record.page_tokens) * CHOSEN;
-    }
+    u8* recorded = is_first ? record.routes : nullptr;
+    if (recorded) recorded += ((size_t)page * record.page_tokens + position % record.page_tokens) * CHOSEN;
     int before = 0;
 #pragma unroll
     for (int j = 0; j < PER; j++) {
       const u32 both = __ballot_sync(ALL_LANES, chosen >> j & 1);
       if (chosen >> j & 1) {
         const int expert = j * 32 + lane, place = before + __popc(both & ((1u << lane) - 1));
-        weights[row * CHOSEN + place] = __fdiv_rn(v[j], sum);
+        if (is_first) weights[row * CHOSEN + place] = __fdiv_rn(v[j], sum);
         ids[row * CHOSEN + place] = expert;
         if (recorded) recorded[place] = expert;
         atomicOr(&members[expert][row / 32], 1u << (row % 32));
@@ -136,21 +148,29 @@ extern "C" __global__ void __launch_bounds__(1024) route(const float* __restrict
   if (threadIdx.x < E) {
     const int first = before & 0xFFFF, item = before >> 16;
     starts[threadIdx.x] = first;
-    for (int i = 0; i * MT < count; i++) plan[1 + item + i] = threadIdx.x | (u32)min(MT, count - i * MT) << 8 | (u32)(first + i * MT) << 16;
-    if (threadIdx.x == E - 1) plan[0] = (before + own) >> 16;
+    for (int i = 0; is_first && i * MT < count; i++) plan[1 + item + i] = threadIdx.x | (u32)min(MT, count - i * MT) << 8 | (u32)(first + i * MT) << 16;
+    if (threadIdx.x == E - 1) {
+      num_sorted = first + count;
+      if (is_first) plan[0] = (before + own) >> 16;
+    }
   }
   __syncthreads();
   for (int pair = threadIdx.x; pair < num_rows * CHOSEN; pair += 1024) {
     const int row = pair / CHOSEN, expert = ids[pair];
     if (positions && positions[row] < 0) {
-      places[pair] = -1;
+      if (is_first) places[pair] = -1;
       continue;
     }
     int place = starts[expert];
     for (int i = 0; i < row / 32; i++) place += __popc(members[expert][i]);
     place += __popc(members[expert][row / 32] & ((1u << (row % 32)) - 1));
-    rows[place] = row, places[pair] = place;
+    order[place] = row;
+    if (is_first) rows[place] = row, places[pair] = place;
   }
+  if (!sorted_x) return;
+  __syncthreads();
+  for (int i = blockIdx.x * 1024 + threadIdx.x; i < num_sorted * pieces; i += gridDim.x * 1024)
+    sorted_x[i] = x[order[i / pieces] * pieces + i % pieces];
 }
 
 // h[b] += scale * sum over the row's experts, in the order of their numbers, of weight * y[place]. A thread adds 8 columns.

@@ -2,12 +2,15 @@
 //
 //   wgmma(d, a, desc)    d float[N / 8][4], which selects the width; a is u32[4] in registers, or the descriptor of a in shared memory
 //
-// Descriptors are given by their first word: the address / 16 and a leading offset of 1. The second word says: 128-byte swizzle, 1024 bytes
-// from one group of 8 rows to the next.
+// Descriptors are given by their first word: the address / 16 and a leading offset of 1. The second word says: 128-byte swizzle, and
+// GROUP_STRIDE.
 #pragma once
 #include "types.cuh"
 
-#define DESC_HIGH "n"(0x40000040)
+#ifndef GROUP_STRIDE
+#define GROUP_STRIDE 1024  // bytes from one group of 8 rows to the next
+#endif
+#define DESC_HIGH "n"(0x40000000 | GROUP_STRIDE / 16)
 
 // The operand numbers of n sums, "%10, %11, ...", ten at a time: t is their leading digits.
 #define REGS2(t) "%" #t "0, %" #t "1"

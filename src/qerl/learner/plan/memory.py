@@ -211,6 +211,8 @@ def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
 
 def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[MemoryPart]:
     n, rows = num_trained_weights(a, config), microbatch_rows(config, prompt_tokens)
+    step_tokens = config.num_prompts * (prompt_tokens + config.num_generations * config.sample.max_tokens)
+    prefill_rows = min(config.engine.batched_tokens(is_mixture=a.mixture is not None), step_tokens)
     # The head's rows are freed before the layers' backward passes begin; the saved inputs stay all along.
     kept = kept_bytes(a, config, rows)
     layers = layer_bytes(a, config, rows) + unpacked_bytes(a, config)
@@ -231,7 +233,7 @@ def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list
         MemoryPart("optimizer's moments", optimizer_bytes(n, config.learn.optim), "always"),
         MemoryPart("KV cache", kv_cache_bytes(a, config, prompt_tokens), "sampling"),
         MemoryPart("CUDA", CONTEXT_BYTES, "always"),
-        MemoryPart("prefill", pass_bytes(a, config, config.engine.max_num_batched_tokens), "sampling"),
+        MemoryPart("prefill", pass_bytes(a, config, prefill_rows), "sampling"),
         *_teacher_parts(a, config, rows),
         MemoryPart("adapter's gradients", 4 * n, "learning"),
         MemoryPart(f"activations saved for {rows} rows", kept, "learning"),
