@@ -15,7 +15,7 @@ ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
 DELTA = {"KEY_HEADS": 2, "GROUP": 2}
 SHRINK = {"TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 1, "WARPS": 8, "CLUSTER": 8}
 GROUPED = {"MT": 8, "WR": 4, "R16": 1, "KB": 192, "STAGES": 4, "CTAS": 3}
-GROUPED_HOPPER = grouped_hopper.defines_of(grouped_hopper.hopper_tile(64, 2880, 0), 2, True)
+GROUPED_HOPPER = grouped_hopper.defines_of(grouped_hopper.hopper_tile(64, 2880), 2, True)
 PORTABLE = {"MT": 8, "WR": 4, "WM": 1, "R16": 1, "KB": 256, "STAGES": 4, "CTAS": 2, "RANK": 16}
 
 CONFIGURATIONS = (
