@@ -41,16 +41,16 @@ def fed(monkeypatch):
 
 @MODES
 @pytest.mark.parametrize("algo", [{}, {"beta": 0.3}])
-def test_chunks_change_no_bit_of_what_is_learned(recompute, algo, groups, fed):
+def test_chunks_change_nothing_but_rounding(recompute, algo, groups, fed):
+    """Not a bit changes where a row of a product does not depend on the number of rows, as on Intel's CPUs."""
     learn = {"max_tokens_per_microbatch": 60, "updates_per_step": 2}
     plain, ours = tiny_learner(algo, learn), tiny_learner(algo, learn | {"gradient_checkpointing": recompute})
     metrics = plain.step(groups)
     assert max(fed) > 2 * _ROWS
     fed.clear()
-    assert ours.step(groups) == metrics
+    assert ours.step(groups) == pytest.approx(metrics, rel=1e-5, abs=1e-6)
     assert max(fed) == _ROWS
-    a, b = state(plain), state(ours)
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    torch.testing.assert_close(state(ours), state(plain), rtol=1e-4, atol=1e-6)
 
 
 @MODES
