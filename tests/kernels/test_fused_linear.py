@@ -63,6 +63,7 @@ KINDS = {
     "alike": {},
     "own alphas": {"alphas": (0.05, 0.02, 0.09)},
     "rows' alphas": {"alphas": ("rows", "rows", 0.09)},
+    "only rows' alphas": {"alphas": ("rows",) * 3, "bias": False},
     "no bias": {"bias": False},
     "some adapters": {"ranks": (0, 8, 24)},
     "no adapters": {"ranks": (0, 0, 0)},
@@ -156,7 +157,7 @@ GATED = [case for case in op.CASES if len(case[2]) == 2] + [(37, 128, (64, 64), 
 @pytest.mark.parametrize("rows", (16, op.WIDE_ROWS))
 @pytest.mark.parametrize(
     ("T", "K", "widths", "R", "kind"),
-    [(*case, kind) for case in GATED for kind in KINDS if case[1] < 576 or kind in ("alike", "rows' alphas")],
+    [(*case, kind) for case in GATED for kind in KINDS if case[1] < 576 or kind in ("alike", "only rows' alphas")],
 )
 def test_gated_value_and_gradients_are_the_definitions(T, K, widths, R, kind, rows, device, rng, monkeypatch):
     monkeypatch.setattr(op, "WIDE_ROWS", rows)
@@ -175,6 +176,14 @@ def test_gated_value_and_gradients_are_the_definitions(T, K, widths, R, kind, ro
         for got, other, want in zip(_with_gradients(ours, x, parts, dy), theirs, truth, strict=True):
             limit = 1e-5 if dtype == torch.float32 else 1.1 * rms_error(other, want)
             assert got.dtype in (dtype, torch.float32) and rms_error(got, want) <= limit
+
+
+def test_parts_with_an_alpha_for_each_row_share_one_product(device, rng, monkeypatch):
+    x, operand, parts, _ = _case(37, 128, (64, 32, 32), 0, torch.float32, device, rng, alphas=("rows",) * 3)
+    calls, addmm = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *a, **k: calls.append(1) or addmm(*a, **k))
+    op.fused_linear(x, _operand(operand, parts), parts)
+    assert len(calls) == 1
 
 
 def test_neither_gate_nor_up_is_rounded(device, rng):

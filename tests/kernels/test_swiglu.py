@@ -49,6 +49,19 @@ def _wide(gate, up, dy, dtype, room=0):
     return y, *op.wide_gradient(dy.to(dtype), kept, y).chunk(2, 1), kept
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("T", "width"), op.CASES)
+def test_factors_of_the_columns_multiply_gate_and_up_first(T, width, dtype, device, rng):
+    wide = torch.randn(T, 2 * width, generator=rng).to(device)
+    factors = torch.rand(2 * width, generator=rng).to(device)
+    found = []
+    for given, own in ((wide * factors, None), (wide, factors)):
+        y, kept = (torch.empty(T, width, dtype=dtype, device=device) for _ in range(2))
+        op.put_swiglu(given, y, kept, own)
+        found.append((y, kept))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("room", (0, 24))
 @pytest.mark.parametrize(("T", "width"), op.CASES)
 def test_a_wide_gate_and_its_result_stand_for_up(T, width, room, device, rng):

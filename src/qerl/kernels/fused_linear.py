@@ -9,7 +9,8 @@
 The frozen product adds the adapters in its accumulator, which makes cuBLAS 1.7 % slower (the four products of
 a 7B layer at 4,096 tokens, R = 32: 2.90 ms for 2.85; H200). Separate products for the adapters would write
 all of y and read it again: 0.8 GB and 0.19 ms a layer. u is stored in the columns that `row_kernel.rows`
-leaves behind each row of x; without them x is copied. With an alpha for each row, b is divided by it.
+leaves behind each row of x; without them x is copied. With an alpha for each row, b is divided by it, and
+the columns of the one product are multiplied by their alphas (scale_columns.py, or the kernel of SwiGLU).
 
 `linear_onto` adds to the fp32 residual stream in the same product, with no rounding to x's dtype in between.
 `fused_swiglu` rounds silu(gate) * up only, not gate and up, which brings the engine and the learner of a 7B
@@ -30,6 +31,7 @@ from torch import Tensor
 from qerl.kernels import row_kernel, swiglu
 from qerl.kernels.lora_linear import Adapter
 from qerl.kernels.matmul_fp32 import add_product, product, summed
+from qerl.kernels.scale_columns import add_scaled, scale_columns
 
 CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
 
@@ -132,11 +134,16 @@ class _FusedSwiGLU(torch.autograd.Function):
         y_TF = row_kernel.rows(T, N // 2, room, x_TC)
         gate_TF = torch.empty(T, N // 2, dtype=x_TC.dtype, device=device) if is_learning else None
         wide_TN = torch.empty(min(T, WIDE_ROWS), N, dtype=torch.float32, device=device)
+        factors_N, bare = None, parts
+        if len(_runs(parts)) == 1 and isinstance(parts[0].alpha, Tensor) and parts[0].bias_N is None:
+            factors_N = _factors(parts)
+            bare = [dataclasses.replace(part, alpha=1.0) for part in parts]
         for start in range(0, T, WIDE_ROWS):
             some = slice(start, min(start + WIDE_ROWS, T))
             gate_up_TN = wide_TN[: some.stop - start]
-            _put(gate_up_TN, x_TC[some], w_NC, parts)
-            swiglu.put_swiglu(gate_up_TN, y_TF[some], None if gate_TF is None else gate_TF[some])
+            _put(gate_up_TN, x_TC[some], w_NC, bare)
+            kept_TF = None if gate_TF is None else gate_TF[some]
+            swiglu.put_swiglu(gate_up_TN, y_TF[some], kept_TF, factors_N)
         if is_learning:
             # y.data: the next product writes u behind the rows of y, which autograd would count as a change
             ctx.save_for_backward(x_TC, gate_TF, y_TF.data)
@@ -284,31 +291,36 @@ def _put(y_TN: Tensor, x_TC: Tensor, w_NC: Tensor, parts: Sequence[LinearPart]) 
         y, w, alpha, row = y_TN[:, rows], w_NC[rows].T, run[0].alpha, rows.stop
         number = alpha if isinstance(alpha, float) else 1.0
         biases = [part.bias_N for part in run if part.bias_N is not None]
-        adds_bias = bool(biases) and isinstance(alpha, float) and y.dtype == x_TC.dtype
+        bias_N = _stacked(biases) if biases else None
+        adds_bias = bias_N is not None and isinstance(alpha, float) and y.dtype == x_TC.dtype
         if y.dtype == x_TC.dtype:
-            bias_N = _stacked(biases) if adds_bias else x_TC.new_empty(1)
-            torch.addmm(bias_N, x_TC, w, beta=int(adds_bias), alpha=number, out=y)
+            plus_N = bias_N if adds_bias else x_TC.new_empty(1)
+            torch.addmm(plus_N, x_TC, w, beta=int(adds_bias), alpha=number, out=y)
         else:
             add_product(y, x_TC, w, number, beta=0)
         if isinstance(alpha, Tensor):
-            y.mul_(alpha)
-        if biases and not adds_bias:
-            y.add_(_stacked(biases))
+            scale_columns(y, _factors(run), bias_N, out=y)
+        elif bias_N is not None and not adds_bias:
+            y.add_(bias_N)
+
+
+def _factors(run: Sequence[LinearPart]) -> Tensor:
+    """Return the alphas of rows, [sum N]."""
+    return _stacked([part.alpha for part in run if isinstance(part.alpha, Tensor)])
 
 
 def _add_product(sum_TN: Tensor, x_TC: Tensor, w_NC: Tensor, part: LinearPart) -> Tensor:
-    if isinstance(part.alpha, float):
-        add_product(sum_TN, x_TC, w_NC.T, part.alpha)
-    else:
-        sum_TN.addcmul_(product(x_TC, w_NC.T), part.alpha)
+    if isinstance(part.alpha, Tensor):
+        return add_scaled(sum_TN, product(x_TC, w_NC.T), part.alpha, part.bias_N)
+    add_product(sum_TN, x_TC, w_NC.T, part.alpha)
     return sum_TN if part.bias_N is None else sum_TN.add_(part.bias_N)
 
 
 def _runs(parts: Sequence[LinearPart]) -> list[list[LinearPart]]:
-    """Return neighbors with the same alpha, all or none of them with a bias."""
+    """Return neighbors with the same alpha or all with alphas of rows, all or none of them with a bias."""
 
-    def kind(part: LinearPart) -> tuple[float, bool]:
-        return part.alpha if isinstance(part.alpha, float) else id(part), part.bias_N is None
+    def kind(part: LinearPart) -> tuple[float | None, bool]:
+        return part.alpha if isinstance(part.alpha, float) else None, part.bias_N is None
 
     alike = itertools.groupby(parts, key=kind)
     return [list(run) for _, run in alike]
@@ -325,7 +337,8 @@ def _input_gradient(dy_TN: Tensor, du_TR: Tensor, operand: Operand, parts: Seque
         rows = slice(row, row + sum(part.width for part in run))
         dy_part, alpha = dy_TN[:, rows], run[0].alpha
         if isinstance(alpha, Tensor):
-            dy_part, alpha = (dy_part * alpha).to(dy_TN.dtype), 1.0
+            scaled = torch.empty(dy_part.shape, dtype=dy_part.dtype, device=dy_part.device)
+            dy_part, alpha = scale_columns(dy_part, _factors(run), None, out=scaled), 1.0
         dx_TK.addmm_(dy_part, w_NK[rows], beta=1 if has_adapters or row else 0, alpha=alpha)
         row = rows.stop
     return dx_TK

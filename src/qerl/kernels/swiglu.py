@@ -64,13 +64,19 @@ class _SwiGLU(torch.autograd.Function):
         return *d_T2F.chunk(2, 1), None
 
 
-def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None) -> None:
-    """Fill y from fp32 and, if given, kept with gate as `wide_gradient` takes it."""
+def put_swiglu(
+    gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None, factors_2F: Tensor | None = None
+) -> None:
+    """Fill y from fp32 and, if given, kept with gate as `wide_gradient` takes it. factors_2F, fp32, multiply
+    the columns of gate and up first."""
     assert gate_up_T2F.shape == (len(y_TF), 2 * y_TF.shape[1]) and gate_up_T2F.dtype == torch.float32
     assert gate_up_T2F.is_contiguous() and (kept_TF is None or kept_TF.is_contiguous())
     if row_kernel.are_vectors(y_TF):
-        _launch("swiglu_wide", y_TF, (gate_up_T2F, y_TF, kept_TF), (y_TF.stride(0),))
+        assert factors_2F is None or (factors_2F.dtype == torch.float32 and factors_2F.is_contiguous())
+        _launch("swiglu_wide", y_TF, (gate_up_T2F, y_TF, kept_TF, factors_2F), (y_TF.stride(0),))
         return
+    if factors_2F is not None:
+        gate_up_T2F = gate_up_T2F * factors_2F
     gate_TF, up_TF = gate_up_T2F.chunk(2, 1)
     gate_TF = gate_TF.masked_fill(gate_TF.abs() < _LEAST_GATE, _LEAST_GATE)  # NaN stays
     y_TF.copy_(F.silu(gate_TF).mul_(up_TF))

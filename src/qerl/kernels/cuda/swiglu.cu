@@ -21,9 +21,10 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const 
   *(uint4*)(y + row * y_stride + at) = pack(u);
 }
 
-// The same from gate | up in fp32. `saved_gate`, if not null, gets gate in bfloat16 for the backward pass, which divides by it.
-extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_up, u16* y, u16* saved_gate, int features, int blocks_a_row,
-                                                              int y_stride) {
+// The same from gate | up in fp32, their columns times `factors` if it is not null. `saved_gate`, if not null, gets gate in bfloat16 for the
+// backward pass, which divides by it.
+extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_up, u16* y, u16* saved_gate, const float* factors,
+                                                              int features, int blocks_a_row, int y_stride) {
   launch_dependents();
   grid_dependency_wait();
   const size_t row = blockIdx.x / blocks_a_row;
@@ -33,6 +34,10 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_
   float g[8], u[8];
 #pragma unroll
   for (int i = 0; i < 2; i++) *(float4*)(g + 4 * i) = __ldcs(from + i), *(float4*)(u + 4 * i) = __ldcs(from + features / 4 + i);
+  if (factors) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) g[i] *= factors[at + i], u[i] *= factors[features + at + i];
+  }
 #pragma unroll
   for (int i = 0; i < 8; i++) g[i] = fabsf(g[i]) < LEAST_GATE ? LEAST_GATE : g[i];
   if (saved_gate) __stcs((uint4*)(saved_gate + row * features + at), pack(g));
