@@ -17,8 +17,8 @@ decode it.
 
 MXFP4's codes are NVFP4's, and its powers of two are E4M3 numbers once each row has a factor of its own: 18
 binades below the row's largest scale. So MXFP4 runs on the same kernels with the same values; the scale of a
-block of 32 is stored twice (0.5625 bytes a weight for 0.53). A weight with smaller scales in a row stays as
-it is.
+block of 32 is stored twice (0.5625 bytes a weight for 0.53). An operand includes the rows' factors, also
+powers of two. A weight with smaller scales in a row stays as it is.
 """
 
 import abc
@@ -74,7 +74,15 @@ class PackedGroup:
 
     def operand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Unpack all linears, one after the other, [sum N, K]."""
-        return tile_unpack.unpack(self.tiles, self.rows, dtype, self.layout, out=out)
+        return tile_unpack.unpack(
+            self.tiles, self.rows, dtype, self.layout, out=out, factors_N=self.row_powers_N
+        )
+
+    @property
+    def row_powers_N(self) -> Tensor | None:
+        """MXFP4's factors, powers of two, which operands include."""
+        is_mxfp4 = self.layout is TileLayout.NVFP4 and len(self.scales[0]) > 1
+        return self.factors_N if is_mxfp4 else None
 
     def part(self, index: int) -> tuple[Tensor, UnpackRows]:
         """Return one linear's tiles and which of their rows belong to it."""
@@ -94,7 +102,10 @@ class PackedTiles(PackedWeight):
     index: int
 
     def operand(self, dtype: torch.dtype) -> Tensor:
-        return tile_unpack.unpack(*self.group.part(self.index), dtype, self.group.layout)
+        (tiles, rows), powers_N = self.group.part(self.index), self.group.row_powers_N
+        if powers_N is not None and rows is UnpackRows.ALL:
+            powers_N = powers_N.split(self.group.widths)[self.index]
+        return tile_unpack.unpack(tiles, rows, dtype, self.group.layout, factors_N=powers_N)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -139,18 +150,13 @@ class PackedNVFP4(PackedTiles):
 class PackedMXFP4(PackedTiles):
     name: ClassVar[str] = MXFP4.name
 
-    @functools.cached_property
-    def alpha(self) -> Tensor:
-        """One multiplier per row."""
-        return self.group.scales[self.index]
-
     def to(self, device: torch.device | str) -> Self:
         return type(self)(tile_group([self.plain().to(device)], UnpackRows.ALL), 0)
 
     def plain(self) -> MXFP4:
         """Return the weight; a block of zeros gets the smallest scale."""
         codes, scales = tile_unpack.plain(*self.group.part(self.index))
-        return MXFP4(codes, exponents(scales[:, ::2].float() * self.alpha[:, None]))
+        return MXFP4(codes, exponents(scales[:, ::2].float() * self.group.scales[self.index][:, None]))
 
 
 class PackedCodes(PackedTiles):
