@@ -116,12 +116,13 @@ def library_of(tmp_path_factory):
         pytest.skip("needs g++ with C++20")
     folder = tmp_path_factory.mktemp("cpu")
     cuda_on_cpu.copy_sources(folder)
-    text = (resources.files("qerl.kernels") / "cuda" / "portable_shrink.cuh").read_text()
-    text, num_loads = re.subn(r'asm volatile\("ld\.global.*?\);', "v = *(const uint4*)p;", text)
+    names = "portable_shrink.cuh", "shrink_unit.cuh"
+    text, unit = ((resources.files("qerl.kernels") / "cuda" / name).read_text() for name in names)
+    unit, num_loads = re.subn(r'asm volatile\("ld\.global.*?\);', "v = *(const uint4*)p;", unit)
     counted = "before = __atomic_fetch_add(l.turns + 1, 1, __ATOMIC_SEQ_CST);"
     text, num_counts = re.subn(r'asm volatile\("atom.*?\);', counted, text)
     assert (num_loads, num_counts) == (2, 1)
-    for name, content in (HEADERS | {"portable_shrink.cuh": text}).items():
+    for name, content in (HEADERS | dict(zip(names, (text, unit), strict=True))).items():
         (folder / name).write_text(content)
     (folder / "kernel.cpp").write_text(cuda_on_cpu.SHIM + MAIN + cuda_on_cpu.RUN)
 

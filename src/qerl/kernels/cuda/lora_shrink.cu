@@ -239,12 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) shrink(const __g
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
-      for (int r = 0; r < ROW_TILES; r++) {
-        const uint4 top = a[i][r][0], bottom = a[i][r][1];
-        const uint4 x = h[i][n][0];
-        mma(acc[n][r], top.x, bottom.x, top.y, bottom.y, x.x, x.y);
-        mma(acc[n][r], top.z, bottom.z, top.w, bottom.w, x.z, x.w);
-      }
+      for (int r = 0; r < ROW_TILES; r++) multiply_unit(acc[n][r], acc[n][r], a[i][r][0], a[i][r][1], h[i][n][0]);
   reduce(acc, products, product_bar, rank, m0, row0, o);
 #endif
 }

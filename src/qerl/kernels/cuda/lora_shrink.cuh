@@ -2,7 +2,7 @@
 #pragma once
 #include "bfloat16.cuh"
 #include "launch.cuh"
-#include "mma.cuh"
+#include "shrink_unit.cuh"
 
 struct Operands {
   const void* h;        // [M, K], in fp32 with NORM; rows h_stride elements apart
@@ -16,16 +16,6 @@ struct Operands {
   float eps, scaling;
 };
 
-__device__ __forceinline__ uint4 load_constant(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint4 load_activation(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
 __device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 __device__ __forceinline__ float4 as_float4(uint4 v) {
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));

@@ -160,11 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) shrink(const __grid_con
       const int m = m0 + n * 8 + g;
       if (o.x && unit % row_tiles == row_tile && m < o.M) *(uint4*)(o.x + (size_t)m * o.x_stride + k[i]) = v;
 #pragma unroll
-      for (int r = 0; r < ROW_TILES; r++) {
-        const uint4 top = a[i][r][0], bottom = a[i][r][1];
-        mma(acc[n][r], top.x, bottom.x, top.y, bottom.y, v.x, v.y);
-        mma(acc[n][r], top.z, bottom.z, top.w, bottom.w, v.z, v.w);
-      }
+      for (int r = 0; r < ROW_TILES; r++) multiply_unit(acc[n][r], acc[n][r], a[i][r][0], a[i][r][1], v);
     }
   }
   reduce(acc, partials + (size_t)tile * (CLUSTER * TOKENS * ROWS), turns + tile, rank, m0, row0, o);

@@ -11,8 +11,8 @@
 // Compile-time: RANK, GIVEN_U: u is an input, U_WORDS of a buffer, SLICE_K.
 #pragma once
 #include "memory.cuh"
-#include "mma.cuh"
 #include "packed_epilogue.cuh"
+#include "shrink_unit.cuh"
 
 #define MAKES_U (RANK > 0 && !GIVEN_U)
 #define GROUPS (MT > 32 ? MT % 32 ? 2 : 4 : 1)
@@ -27,17 +27,6 @@ struct LowRank {
 };
 
 #if MAKES_U
-__device__ __forceinline__ uint4 load_early(const u16* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint4 load_tokens(const u16* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-
 // A warp's items. A lane's 8 k of each 32 are neighbors; both operands have the same order of k.
 struct Slices {
   static constexpr int UNITS = SLICE_K / 32, AT_ONCE = UNITS / GROUPS;
@@ -56,7 +45,7 @@ struct Slices {
 #pragma unroll
     for (int j = 0; j < UNITS; j++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) a[j][i] = load_early(top + (size_t)(i * 8) * K + min(j, units - 1) * 32);
+      for (int i = 0; i < 2; i++) a[j][i] = load_constant(top + (size_t)(i * 8) * K + min(j, units - 1) * 32);
   }
   // Multiply the warp's items; tokens past the last are the last.
   __device__ __forceinline__ void multiply(const LowRank& l, const u16* x, int M, int tokens, int K) {
@@ -73,16 +62,13 @@ struct Slices {
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++)
 #pragma unroll
-          for (int n = 0; n < GROUPS; n++) v[j][n] = load_tokens(from[n] + min(j0 + j, units - 1) * 32);
+          for (int n = 0; n < GROUPS; n++) v[j][n] = load_activation(from[n] + min(j0 + j, units - 1) * 32);
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
           if (j0 + j >= units) break;  // the same for all lanes
           const uint4 top = a[j0 + j][0], bottom = a[j0 + j][1];
 #pragma unroll
-          for (int n = 0; n < GROUPS; n++) {
-            mma(acc[0][n], top.x, bottom.x, top.y, bottom.y, v[j][n].x, v[j][n].y);
-            mma(acc[1][n], top.z, bottom.z, top.w, bottom.w, v[j][n].z, v[j][n].w);
-          }
+          for (int n = 0; n < GROUPS; n++) multiply_unit(acc[0][n], acc[1][n], top, bottom, v[j][n]);
         }
       }
       u32* to = l.partials + (((size_t)(row0 / 16) * (tokens / 8) + m0 / 8) * slices(K) + slice) * 128 + lane * 4;
