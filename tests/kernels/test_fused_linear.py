@@ -157,7 +157,12 @@ GATED = [case for case in op.CASES if len(case[2]) == 2] + [(37, 128, (64, 64), 
 @pytest.mark.parametrize("rows", (16, op.WIDE_ROWS))
 @pytest.mark.parametrize(
     ("T", "K", "widths", "R", "kind"),
-    [(*case, kind) for case in GATED for kind in KINDS if case[1] < 576 or kind in ("alike", "only rows' alphas")],
+    [
+        (*case, kind)
+        for case in GATED
+        for kind in KINDS
+        if case[1] < 576 or kind in ("alike", "only rows' alphas")
+    ],
 )
 def test_gated_value_and_gradients_are_the_definitions(T, K, widths, R, kind, rows, device, rng, monkeypatch):
     monkeypatch.setattr(op, "WIDE_ROWS", rows)

@@ -22,6 +22,7 @@ from qerl.kernels.attention import PagedLayout, Span, span_attention
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.gated_delta import SequenceLayout
 from qerl.kernels.gated_delta_net import DeltaInputs, mix
+from qerl.kernels.gpu_memory import sent
 from qerl.models.decoder import Decoder
 from qerl.models.delta_net import Recur
 
@@ -30,9 +31,10 @@ def chunk_rows(chunks: list[PrefillChunk]) -> Tensor:
     """Return (tokens, positions, chunk indices, noise rows) of the chunks' rows in order: int32 [4, rows]."""
     lengths = torch.tensor([len(chunk.tokens_T) for chunk in chunks])
     per_chunk = torch.tensor([[i, chunk.noise_row] for i, chunk in enumerate(chunks)], dtype=torch.int32)
+    spans = (chunk.positions for chunk in chunks)
     columns = (
         torch.tensor([token for chunk in chunks for token in chunk.tokens_T], dtype=torch.int32),
-        torch.tensor([position for chunk in chunks for position in chunk.positions], dtype=torch.int32),
+        torch.cat([torch.arange(span.start, span.stop, dtype=torch.int32) for span in spans]),
         *per_chunk.repeat_interleave(lengths, dim=0).unbind(1),
     )
     return torch.stack(columns)
@@ -59,12 +61,12 @@ class Prefill:
                 row += len(chunk.tokens_T)
                 if is_end:
                     ends.append(row - 1)
-            last_hidden.append(hidden_TD[torch.tensor(ends, dtype=torch.long, device=hidden_TD.device)])
+            last_hidden.append(hidden_TD[sent(torch.tensor(ends, dtype=torch.long), hidden_TD.device)])
         return torch.cat(last_hidden)
 
     def _forward(self, chunks: list[PrefillChunk], windowed: WindowedForward | None) -> Tensor:
         cache, device = self._cache, self._decoder.device
-        tokens_T, positions_T, _, noise_rows_T = chunk_rows(chunks).to(device)
+        tokens_T, positions_T, _, noise_rows_T = sent(chunk_rows(chunks), device)
         spans, slots, row = [], [], 0
         for chunk in chunks:
             table = torch.tensor(chunk.pages[: num_pages(chunk.positions.stop, cache.page_tokens)])
@@ -77,7 +79,7 @@ class Prefill:
             )
             row += length
         layout = PagedLayout.of(spans, cache.page_tokens, device)
-        slots_T = torch.cat(slots).to(device)
+        slots_T = sent(torch.cat(slots), device)
 
         def attend(
             layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions
@@ -112,8 +114,8 @@ def _recur_on(states: StateCache, chunks: list[PrefillChunk]) -> Recur:
     """Return a function that reads and writes the chunks' slots; a chunk at position 0 starts from zeros."""
     device = states.state.device
     layout = SequenceLayout.of([len(chunk.tokens_T) for chunk in chunks], device)
-    slots_S = torch.tensor([chunk.state[0] for chunk in chunks], device=device)
-    is_new_S = torch.tensor([chunk.first_position == 0 for chunk in chunks], device=device)
+    slots_S = sent(torch.tensor([chunk.state[0] for chunk in chunks]), device)
+    is_new_S = sent(torch.tensor([chunk.first_position == 0 for chunk in chunks]), device)
 
     def recur(layer_index: int, inputs: DeltaInputs) -> Tensor:
         o_TNV, after = mix(inputs, layout, states.read(layer_index, slots_S, is_new_S))

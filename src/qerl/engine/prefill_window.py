@@ -21,6 +21,7 @@ from qerl.engine.prefill_chunk import PrefillChunk
 from qerl.engine.window_pages import Window
 from qerl.kernels.attention import PagedLayout
 from qerl.kernels.flash_attention import SequenceEnds
+from qerl.kernels.gpu_memory import sent
 
 Carried = dict[int, tuple[Tensor, Tensor]]
 
@@ -82,15 +83,15 @@ class WindowedForward:
             layers=frozenset(pages.layers),
             layout=PagedLayout(
                 is_fresh=not any(num_before),
-                key_slots=rows.to(device),
+                key_slots=sent(rows, device),
                 ends=SequenceEnds.of(lengths, num_keys, device),
             ),
             carried=None if is_end else {},
             _cache=cache,
             _before=carried,
-            _read_slots=torch.cat([torch.zeros(0, dtype=torch.long), *read]).to(device),
-            _order=rows.to(device) if any(num_before) else None,
-            _write_slots_T=torch.cat(write).to(device),
+            _read_slots=sent(torch.cat([torch.zeros(0, dtype=torch.long), *read]), device),
+            _order=sent(rows, device) if any(num_before) else None,
+            _write_slots_T=sent(torch.cat(write), device),
             _num_kept=min(window.size - 1, chunks[-1].positions.stop),
         )
 

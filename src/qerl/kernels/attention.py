@@ -35,6 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.flash_attention import SequenceEnds, flash_attention, is_for_flash
+from qerl.kernels.gpu_memory import sent
 from qerl.kernels.matmul_fp32 import product
 from qerl.types import Tree
 
@@ -198,7 +199,7 @@ class PagedLayout:
         ]
         return cls(
             is_fresh=all(span.first_position == 0 for span in spans),
-            key_slots=torch.cat(slots).to(device),
+            key_slots=sent(torch.cat(slots), device),
             ends=SequenceEnds.of(num_queries, num_keys, device),
         )
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
+from qerl.kernels.gpu_memory import sent
 
 _MAX_HEAD = 256
 
@@ -37,7 +38,7 @@ class SequenceEnds:
     @classmethod
     def of(cls, num_queries: list[int], num_keys: list[int], device: torch.device | str) -> "SequenceEnds":
         queries, keys = (
-            F.pad(torch.tensor(num).cumsum(0), (1, 0)).int().to(device) for num in (num_queries, num_keys)
+            sent(F.pad(torch.tensor(num).cumsum(0), (1, 0)).int(), device) for num in (num_queries, num_keys)
         )
         return cls(queries, keys, max(num_queries), max(num_keys))
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import gated_delta_chunks, untried
+from qerl.kernels.gpu_memory import sent
 from qerl.kernels.recomputed import recomputed
 
 CASES = (  # K, N, H, V, lengths of the sequences
@@ -108,10 +109,10 @@ class SequenceLayout:
         places_T[rows_MC.flatten()] = torch.arange(rows_MC.numel())
         return cls(
             lengths=tuple(lengths),
-            ends=ends.to(device),
-            rows_MC=rows_MC.to(device),
-            places_T=places_T[:T].to(device),
-            order_S=torch.tensor(order, dtype=torch.long, device=device),
+            ends=sent(ends, device),
+            rows_MC=sent(rows_MC, device),
+            places_T=sent(places_T[:T], device),
+            order_S=sent(torch.tensor(order, dtype=torch.long), device),
             num_chunks=tuple(num_chunks),
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,6 +25,12 @@ class _OutsideTorch:
 
 
 _OUTSIDE: dict[torch.device, _OutsideTorch] = {}
+
+
+def sent(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy to the device without waiting for what it still computes."""
+    is_cuda = torch.device(device).type == "cuda" and not x.is_cuda
+    return x.pin_memory().to(device, non_blocking=True) if is_cuda else x.to(device)
 
 
 def allowed_bytes(device: torch.device) -> float:
