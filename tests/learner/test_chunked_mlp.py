@@ -42,7 +42,7 @@ def fed(monkeypatch):
 @MODES
 @pytest.mark.parametrize("algo", [{}, {"beta": 0.3}])
 def test_chunks_change_nothing_but_rounding(recompute, algo, groups, fed):
-    """Not a bit changes where a row of a product does not depend on the number of rows, as on Intel's CPUs."""
+    """Not a bit changes where a row of a product does not depend on the number of rows."""
     learn = {"max_tokens_per_microbatch": 60, "updates_per_step": 2}
     plain, ours = tiny_learner(algo, learn), tiny_learner(algo, learn | {"gradient_checkpointing": recompute})
     metrics = plain.step(groups)
