@@ -8,12 +8,12 @@ Layout of a layer's cache, slot = page * page_tokens + offset in the page:
     k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
     scales    fp32 [num_pages, page_tokens, K]: a token's head is codes * scale, scale = absmax / 448
 
-Each CHUNK of positions, LONG_CHUNK with more than 32 rows, is one unit of work of one warp. The unit of a
-row's last chunk waits for the results of the others (largest score, sum and o, in fp32) and adds them in the
-order of chunks. So a row's bits depend on that row alone and on whether there are more than 32 rows
-(tests/kernels/test_decode_attention.py). Units are ordered by chunk, then row: neighboring rows that share
-pages, such as the samples of a group, read them from memory once, then from L2. Rows with position -1 get
-zeros.
+Each CHUNK of positions, LONG_CHUNK with more than 32 rows, is one unit of work of one warp. The results of a
+row's chunks (largest score, sum and o, in fp32) are added in one order: by the unit of the last chunk, which
+waits for the others, or up to 32 rows by a warp for each 16 elements of H. So a row's bits depend on that row
+alone and on whether there are more than 32 rows (tests/kernels/test_decode_attention.py). Units are ordered
+by chunk, then row: neighboring rows that share pages, such as the samples of a group, read them from memory
+once, then from L2. Rows with position -1 get zeros.
 
 What attention_options.py lists, a rotation of a head's first elements only or of neighboring elements
 (interleaved), and a gate of each query head are compiled in where they are used. A row with a window has the
@@ -33,7 +33,15 @@ from torch import Tensor
 from qerl.kernels.architectures import gpu_of
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cached_method import cached_method
-from qerl.kernels.decode_shape import CHUNK, Shape, Variant, choose_shape, choose_stages, most_chunks
+from qerl.kernels.decode_shape import (
+    CHUNK,
+    FEW_ROWS,
+    Shape,
+    Variant,
+    choose_shape,
+    choose_stages,
+    most_chunks,
+)
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.nvrtc import addresses, compiled
 
@@ -188,7 +196,8 @@ def supports(
 class DecodeAttention:
     """The kernels for one shape, compiled on first use, and their workspace. Use one object per stream.
 
-    The workspace has 4 (H + 2) bytes for each of max_rows x max_chunks x N, with N / K rounded up to 8 or 16.
+    The workspace has 4 (H + 2) bytes for each of max_rows x max_chunks x N, with N / K rounded up to 8 or 16;
+    with fewer than 2 H rows a little more.
     """
 
     def __init__(
@@ -218,10 +227,12 @@ class DecodeAttention:
         self._fence = torch.zeros(1, device=device)
         self._max_chunks = -(-max_pages * page_tokens // CHUNK)
         self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma, for the query heads of a K/V head
-        results = max_rows * num_kv_heads * self._max_chunks * self._columns
+        a_row = num_kv_heads * self._max_chunks * self._columns
+        copies = max(max_rows, min(max_rows, FEW_ROWS) * head_size // 16)  # of maxima, see MAXIMA_COPIES
+        words = max_rows * a_row * head_size, 2 * copies * a_row
         # -1 marks a word as not written; every launch leaves all words so
-        self.workspace = torch.full((results * (head_size + 2),), -1, dtype=torch.int32, device=device)
-        self._partials, self._maxima = self.workspace.split((results * head_size, results * 2))
+        self.workspace = torch.full((sum(words),), -1, dtype=torch.int32, device=device)
+        self._partials, self._maxima = self.workspace.split(words)
         gpu = torch.cuda.get_device_properties(gpu_of(device))
         self._num_sms = gpu.multi_processor_count
         self._shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
@@ -232,6 +243,7 @@ class DecodeAttention:
             self._head_size, self._kv_dtype, shape.ctas_per_sm, self._max_rows, self._shared_bytes
         )
         defines = self._defines(shape.chunk, variant) | {"STAGES": stages, "CTAS": shape.ctas_per_sm}
+        defines |= {"FEW_ROWS": 1} if shape.has_few_rows else {}
         name = "decode_attention"
         return compiled(f"{name}.cu", name, self._device, defines, shared_bytes=shared_bytes)
 
