@@ -24,6 +24,7 @@ _TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
 _K_BLOCKS = (512, 256, 192, 128, 64)
 _SLICE_K = 256  # k per partial sum of the adapter's u, if a stage has that many
 _MOST_STAGES = 16
+_TRIMMED_STAGES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +68,12 @@ class Tile:
     def grid(self, M: int, N: int, K: int, num_sms: int) -> int:
         """Return the number of CTAs: at most what runs at once, and each has work: others wait for it."""
         return min(self.units(M, N, K), num_sms * self.ctas_per_sm)
+
+    def trimmed(self, M: int, N: int, K: int, num_sms: int) -> "Tile":
+        """Return it with as many stages as a CTA has units, but at least 4. Shared memory that is left lets
+        CTAs of the next kernel start, and load what they may, beside this one's."""
+        most_units = -(-self.units(M, N, K) // self.grid(M, N, K, num_sms))
+        return dataclasses.replace(self, stages=min(self.stages, max(most_units, _TRIMMED_STAGES)))
 
     def splits_sums(self, M: int, N: int, K: int, num_sms: int) -> bool:
         """True if the CTAs that share a tile also share adding up and finishing it."""
