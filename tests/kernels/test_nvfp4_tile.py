@@ -17,7 +17,8 @@ def test_every_size_has_a_tile_that_fits(N, K):
 
 def assert_fits(tile, M, N, K):
     assert K % tile.k_block == 0 and tile.stages >= 2
-    assert (tile.shared_bytes + 1024) * tile.ctas_per_sm <= 228 * 1024
+    assert (tile.requested_bytes + 1024) * tile.ctas_per_sm <= 228 * 1024
+    assert (tile.requested_bytes + 1024) * (tile.ctas_per_sm + 1) > 228 * 1024
     assert tile.rows * tile.tokens * tile.ctas_per_sm <= 128 * 128  # the workspace's bound
     assert M <= tile.padded_tokens(M) <= op.MAX_TOKENS
     units = -(-N // tile.rows) * -(-M // tile.tokens) * (K // tile.k_block)
@@ -26,14 +27,18 @@ def assert_fits(tile, M, N, K):
 
 @pytest.mark.parametrize(("N", "most_units"), [(4608, 4), (3584, 3)])  # q|k|v and o of a 7B model
 def test_a_product_of_few_tokens_leaves_room_for_attention(N, most_units):
-    """Its CTAs have all their units in flight; three CTAs of attention fit beside one."""
+    """Its CTAs have all their units in flight. Three CTAs of attention fit beside one, or one of gate|up or
+    down; a second one does not."""
     for M in range(1, 9):
         tile = op.choose_tile(M, N, 3584)
         trimmed = tile.trimmed(M, N, 3584, num_sms=132)
         assert tile.stages > trimmed.stages >= most_units
         assert trimmed == dataclasses.replace(tile, stages=trimmed.stages)
         _, attention_bytes = choose_stages(128, torch.bfloat16, 6, 256, 228 * 1024)
-        assert trimmed.shared_bytes + 1024 + 3 * (attention_bytes + 1024) <= 228 * 1024
+        own, wide_bytes = trimmed.requested_bytes, op.choose_tile(M, 37888, 3584).requested_bytes
+        left = 228 * 1024 - (own + 1024)
+        assert trimmed.shared_bytes <= own and own + 1024 > left
+        assert 3 * (attention_bytes + 1024) <= left and wide_bytes + 1024 <= left
 
 
 def test_a_product_with_more_units_than_stages_keeps_them():

@@ -19,7 +19,8 @@ TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
 MOST_TOKENS = (32, 48, 64, 96, 128, 192, 256)
 """The token bounds of the choices for one (N, K)."""
 
-_SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
+_MULTIPROCESSOR_BYTES = 228 * 1024  # of shared memory; each CTA also takes 1 KB of its own
+_SHARED_BYTES = 227 * 1024  # most of a CTA
 _TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
 _K_BLOCKS = (512, 256, 192, 128, 64)
 _SLICE_K = 256  # k per partial sum of the adapter's u, if a stage has that many
@@ -49,6 +50,12 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + 16 + 1024
+
+    @property
+    def requested_bytes(self) -> int:
+        """Shared memory to launch with: too much for more than ctas_per_sm CTAs on a multiprocessor. Two of a
+        launch that starts early would otherwise share one that is free already, and leave another idle."""
+        return max(self.shared_bytes, _MULTIPROCESSOR_BYTES // (self.ctas_per_sm + 1) - 1024 + 16)
 
     def threads(self, makes_u: bool) -> int:
         """Threads of the multiplying warps, one copying warp, and one warp that reduces u if makes_u."""
