@@ -308,8 +308,11 @@ class DecodeAttention:
         kernel = self._kernel(shape, Variant.of(angles.shape[1], options))
         resident = kernel.resident_ctas(_THREADS)
         assert resident > 0
+        most = most_chunks(positions, shape.chunk, options.window)
+        if shape.has_few_rows and most > 1:
+            most = max(most, H // 16)  # CTAs that add up a row
         # CTAs wait for one another, so all must run at once
-        grid = min(self._num_sms * resident, B * K * most_chunks(positions, shape.chunk, options.window))
+        grid = min(self._num_sms * resident, B * K * most)
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
         return out_BNH
 
