@@ -33,15 +33,7 @@ from torch import Tensor
 from qerl.kernels.architectures import gpu_of
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cached_method import cached_method
-from qerl.kernels.decode_shape import (
-    CHUNK,
-    FEW_ROWS,
-    Shape,
-    Variant,
-    choose_shape,
-    choose_stages,
-    most_chunks,
-)
+from qerl.kernels.decode_shape import CHUNK, Shape, Variant, choose_shape, choose_stages, most_chunks
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.nvrtc import addresses, compiled
 
@@ -196,8 +188,7 @@ def supports(
 class DecodeAttention:
     """The kernels for one shape, compiled on first use, and their workspace. Use one object per stream.
 
-    The workspace has 4 (H + 2) bytes for each of max_rows x max_chunks x N, with N / K rounded up to 8 or 16;
-    with fewer than 2 H rows a little more.
+    The workspace has 4 (H + 2) bytes for each of max_rows x max_chunks x N, with N / K rounded up to 8 or 16.
     """
 
     def __init__(
@@ -228,8 +219,8 @@ class DecodeAttention:
         self._max_chunks = -(-max_pages * page_tokens // CHUNK)
         self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma, for the query heads of a K/V head
         a_row = num_kv_heads * self._max_chunks * self._columns
-        copies = max(max_rows, min(max_rows, FEW_ROWS) * head_size // 16)  # of maxima, see MAXIMA_COPIES
-        words = max_rows * a_row * head_size, 2 * copies * a_row
+        # up to 32 rows have H / 16 copies of each maximum (MAXIMA_COPIES)
+        words = max_rows * a_row * head_size, 2 * max(max_rows, 2 * head_size) * a_row
         # -1 marks a word as not written; every launch leaves all words so
         self.workspace = torch.full((sum(words),), -1, dtype=torch.int32, device=device)
         self._partials, self._maxima = self.workspace.split(words)
@@ -309,10 +300,9 @@ class DecodeAttention:
         resident = kernel.resident_ctas(_THREADS)
         assert resident > 0
         most = most_chunks(positions, shape.chunk, options.window)
-        if shape.has_few_rows and most > 1:
-            most = max(most, H // 16)  # CTAs that add up a row
+        adding = H // 16 if shape.has_few_rows and most > 1 else 1  # CTAs that add up a row's head
         # CTAs wait for one another, so all must run at once
-        grid = min(self._num_sms * resident, B * K * most)
+        grid = min(self._num_sms * resident, B * K * max(most, adding))
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
         return out_BNH
 

@@ -10,7 +10,7 @@ CHUNK, LONG_CHUNK = 128, 256  # positions; the long chunk halves the sums to add
 
 _CTA_BYTES = 1024  # shared memory that the system reserves per CTA
 _TILE_BYTES = 8192  # of the keys of a tile, which has at most 32 positions
-FEW_ROWS = 32
+_FEW_ROWS = 32
 _MANY_FP8_HEADS = 256  # rows x K/V heads above which 8 one-warp CTAs beat 6: FP8 is issue-bound (H200)
 
 
@@ -21,14 +21,14 @@ class Shape:
     chunk: int
     ctas_per_sm: int
     has_few_rows: bool
-    """At most FEW_ROWS: many CTAs add up the chunks of a row, not one. A row's bits are the same."""
+    """At most 32: many CTAs add up the chunks of a row, not one. A row's bits are the same."""
 
 
 def choose_shape(
     B: int, num_kv_heads: int, max_positions: int, is_fp8: bool, num_sms: int, chunk: int | None = None
 ) -> Shape:
     """Use fewer CTAs with more tiles in flight if there are few units. chunk=None: chosen from B."""
-    has_few_rows = B <= FEW_ROWS
+    has_few_rows = B <= _FEW_ROWS
     chunk = chunk or (CHUNK if has_few_rows else LONG_CHUNK)
     if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
         return Shape(chunk, 3, has_few_rows)

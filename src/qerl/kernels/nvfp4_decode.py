@@ -179,7 +179,7 @@ class NVFP4Decode(PackedProduct[Tile]):
             "U_WORDS": _U_WORDS,
             "GIVEN_U": given_u,
         }
-        shared_bytes = tile.requested_bytes
+        shared_bytes = tile.shared_bytes
         return compiled("nvfp4_decode.cu", "nvfp4_decode", self._device, defines, shared_bytes=shared_bytes)
 
 

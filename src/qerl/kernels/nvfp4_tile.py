@@ -49,13 +49,10 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16) + 16 + 1024
-
-    @property
-    def requested_bytes(self) -> int:
-        """Shared memory to launch with: too much for more than ctas_per_sm CTAs on a multiprocessor. Two of a
-        launch that starts early would otherwise share one that is free already, and leave another idle."""
-        return max(self.shared_bytes, _MULTIPROCESSOR_BYTES // (self.ctas_per_sm + 1) - 1024 + 16)
+        """Too much for more than ctas_per_sm CTAs on a multiprocessor: those of a launch that starts early
+        would crowd where the kernel before has left, and leave others idle."""
+        used = self.stages * (self.stage_bytes + 16) + 16 + 1024
+        return max(used, _MULTIPROCESSOR_BYTES // (self.ctas_per_sm + 1) - 1024 + 16)
 
     def threads(self, makes_u: bool) -> int:
         """Threads of the multiplying warps, one copying warp, and one warp that reduces u if makes_u."""
