@@ -3,8 +3,9 @@
     with on_cpu(): DeltaNetStep(shape, rows, cpu, is_by_head=False).step(...)        needs g++ with C++20
 
 For kernels in plain CUDA: barriers, shuffles, atomics, streaming loads and stores. Of the assembly these
-are replaced: the conversion to bfloat16, matrix instructions (mma.cuh), copies (async_copy.cuh). It shows
-indices and arithmetic, not what depends on the order of CTAs, on an early launch or on the memory of a GPU.
+are replaced: the conversion to bfloat16, powers of 2, matrix instructions (mma.cuh), copies (async_copy.cuh),
+words that CTAs pass on (memory.cuh; of CTAs that wait for later ones there must be one). It shows indices and
+arithmetic, not what depends on the order of CTAs, on an early launch or on the memory of a GPU.
 """
 
 import contextlib
@@ -68,6 +69,7 @@ static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 static float __int_as_float(int x) { return bits<float>(x); }
 #define __expf expf
+static float __fdividef(float x, float y) { return x / y; }
 static float __fmul_rn(float x, float y) { return x * y; }
 static float __fdiv_rn(float x, float y) { return x / y; }
 static int __float2int_rn(float x) { return (int)rintf(x); }
@@ -119,6 +121,8 @@ static unsigned __ballot_sync(unsigned, bool x) {
   warps[warp].wait();
   return y;
 }
+static bool __any_sync(unsigned, bool x) { return __ballot_sync(0, x); }
+static void __nanosleep(unsigned) { yield(); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __ffs(unsigned x) { return __builtin_ffs(x); }
 """
@@ -209,9 +213,21 @@ static void commit_copies() {}
 template <int PENDING>
 static void wait_copies() {}
 """
-REPLACED = {"mma.cuh": MATRIX, "async_copy.cuh": COPIES}
-DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 memory\[\];")
+MEMORY = r"""
+#pragma once
+#include "types.cuh"
+static u32 smem_u32(const void* p) { return __cvta_generic_to_shared(p); }
+static u32 load_relaxed(const u32* p) { return *p; }
+static void load_relaxed(const u32* p, u32 (&v)[2]) { memcpy(v, p, 8); }
+static void load_relaxed(const u32* p, u32 (&v)[4]) { memcpy(v, p, 16); }
+static void store_relaxed(u32* p, u32 a) { *p = a; }
+static void store_relaxed(u32* p, u32 a, u32 b) { p[0] = a, p[1] = b; }
+static void store_relaxed(u32* p, u32 a, u32 b, u32 c, u32 d) { p[0] = a, p[1] = b, p[2] = c, p[3] = d; }
+"""
+REPLACED = {"mma.cuh": MATRIX, "async_copy.cuh": COPIES, "memory.cuh": MEMORY}
+DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];")
 CONVERSION = re.compile(r'asm\("cvt\.rn\.bf16x2\.f32.*?\);')
+POWER = re.compile(r'asm\("ex2\.approx\.ftz\.f32.*?\);')
 
 
 class CpuKernel:
@@ -239,7 +255,8 @@ def copy_sources(folder: Path) -> None:
     """Copy kernels/cuda/ into a folder, with assembly that is replaced in C++."""
     for file in (resources.files("qerl.kernels") / "cuda").iterdir():
         text = CONVERSION.sub("d = to_bfloat16(high) << 16 | to_bfloat16(low);", file.read_text())
-        text = DYNAMIC.sub("u8* memory = dynamic_memory;", REPLACED.get(file.name, text))
+        text = POWER.sub("y = exp2f(x);", text)
+        text = DYNAMIC.sub(r"u8* \1 = dynamic_memory;", REPLACED.get(file.name, text))
         (folder / file.name).write_text(text)
 
 

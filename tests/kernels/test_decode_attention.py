@@ -7,7 +7,7 @@ from conftest import rms_error
 from qerl.kernels import decode_attention as op
 from qerl.kernels.attention import paged_decode
 from qerl.kernels.attention_options import PLAIN
-from qerl.kernels.decode_shape import CHUNK, LONG_CHUNK
+from qerl.kernels.decode_shape import CHUNK, LONG_CHUNK, choose_shape
 from qerl.kernels.decode_state import DecodeState
 
 C = CHUNK
@@ -257,6 +257,23 @@ def test_a_row_depends_on_that_row_alone(most, batches, kv_dtype, made, rng):
         case.state, tables_BX=case.state.tables_BX[order], positions_B=case.state.positions_B[order]
     )
     assert torch.equal(kernel.attend(case.qkv[order], case.angles, case.cache, state), whole[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("N", "K", "H"), op.CASES)
+def test_chunks_that_many_ctas_add_up_have_the_bits_of_one(N, K, H, kv_dtype, made, rng, monkeypatch):
+    """tests/kernels/test_decode_attention_rows.py shows it on a CPU, where one CTA does all."""
+    case = step((*RAGGED, 2000, 1500), N, K, H, rng, kv_dtype=kv_dtype).moved("cuda")
+    many = made(N, K, H, kv_dtype=kv_dtype)
+    outputs = [many.attend(case.qkv, case.angles, case.cache, case.state) for _ in range(3)]
+    assert torch.equal(many.workspace, torch.full_like(many.workspace, -1))
+    monkeypatch.setattr(
+        op, "choose_shape", lambda *given: dataclasses.replace(choose_shape(*given), has_few_rows=False)
+    )
+    one = op.DecodeAttention(N, K, H, 16, kv_dtype, 64, POSITIONS // 16, torch.device("cuda"))
+    expected = one.attend(case.qkv, case.angles, case.cache, case.state)
+    assert all(torch.equal(output, expected) for output in outputs)
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ def sources(tmp_path_factory):
     return folder
 
 
-def units_of(sources, lengths, grid, window=None):
+def units_of(sources, lengths, grid, window=None, *, has_few_rows=False):
     """Return [(row, chunk, head, position, tiles)] of each CTA."""
     most = 2000
     positions = torch.tensor(lengths, dtype=torch.int32) - 1
@@ -42,6 +42,7 @@ def units_of(sources, lengths, grid, window=None):
     numbers = 0.0, 1.0, len(lengths), 512, most
     given = struct.pack("13Q2f3i4x", *parts, *numbers)
     defines = {"H": 128, "GROUP": 4, "KV_HEADS": K, "PAGE": 16, "CHUNK": CHUNK, "FP8": 0}
+    defines |= {"FEW_ROWS": int(has_few_rows)}
     if window is not None:
         defines |= {"WINDOW": 1}
         given = struct.pack("13Q2f3iif4xQ", *parts, *numbers, window, 0.0, 0)
@@ -57,10 +58,22 @@ def ragged(rows):
 
 @pytest.mark.parametrize("lengths", [[1], [0, 0], [0, 129], [512] * 40, ragged(5), ragged(33), ragged(70)])
 def test_every_unit_is_found_once_and_shared_out_evenly(lengths, sources):
-    each = units_of(sources, lengths, grid=13)
+    assert_shared_out(units_of(sources, lengths, grid=13), lengths)
+
+
+FEW = [[1], [0, 0], [0, 129], [512] * 32, ragged(5), ragged(17), ragged(32), [8191, 0, 5000, 130]]
+
+
+@pytest.mark.parametrize("lengths", FEW)
+def test_units_of_few_rows_are_the_same(lengths, sources):
+    """Up to 64 places, two to a lane."""
+    assert_shared_out(units_of(sources, lengths, grid=13, has_few_rows=True), lengths)
+
+
+def assert_shared_out(each, lengths):
     expected = [
         (row, chunk, head, length - 1, -(-min(CHUNK, length - chunk * CHUNK) // 32))
-        for chunk in range(12)
+        for chunk in range(64)
         for row, length in enumerate(lengths)
         for head in range(K)
         if length > chunk * CHUNK
@@ -69,9 +82,11 @@ def test_every_unit_is_found_once_and_shared_out_evenly(lengths, sources):
     assert sum(map(len, each)) == len(expected)
 
 
-def test_rows_with_a_window_have_the_chunks_that_it_reaches(sources):
-    lengths, window = ragged(40), 300
-    found = sorted(unit[:3] for cta in units_of(sources, lengths, grid=5, window=window) for unit in cta)
+@pytest.mark.parametrize("rows", [30, 40])
+def test_rows_with_a_window_have_the_chunks_that_it_reaches(rows, sources):
+    lengths, window = ragged(rows), 300
+    each = units_of(sources, lengths, grid=5, window=window, has_few_rows=rows <= 32)
+    found = sorted(unit[:3] for cta in each for unit in cta)
     assert found == [
         (row, chunk, head)
         for row, length in enumerate(lengths)

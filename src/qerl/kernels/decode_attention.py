@@ -8,12 +8,12 @@ Layout of a layer's cache, slot = page * page_tokens + offset in the page:
     k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
     scales    fp32 [num_pages, page_tokens, K]: a token's head is codes * scale, scale = absmax / 448
 
-Each CHUNK of positions, LONG_CHUNK with more than 32 rows, is one unit of work of one warp. The unit of a
-row's last chunk waits for the results of the others (largest score, sum and o, in fp32) and adds them in the
-order of chunks. So a row's bits depend on that row alone and on whether there are more than 32 rows
-(tests/kernels/test_decode_attention.py). Units are ordered by chunk, then row: neighboring rows that share
-pages, such as the samples of a group, read them from memory once, then from L2. Rows with position -1 get
-zeros.
+Each CHUNK of positions, LONG_CHUNK with more than 32 rows, is one unit of work of one warp. The results of a
+row's chunks (largest score, sum and o, in fp32) are added in one order: by the unit of the last chunk, which
+waits for the others, or up to 32 rows by a warp for each 16 elements of H. So a row's bits depend on that row
+alone and on whether there are more than 32 rows (tests/kernels/test_decode_attention.py). Units are ordered
+by chunk, then row: neighboring rows that share pages, such as the samples of a group, read them from memory
+once, then from L2. Rows with position -1 get zeros.
 
 What attention_options.py lists, a rotation of a head's first elements only or of neighboring elements
 (interleaved), and a gate of each query head are compiled in where they are used. A row with a window has the
@@ -218,10 +218,12 @@ class DecodeAttention:
         self._fence = torch.zeros(1, device=device)
         self._max_chunks = -(-max_pages * page_tokens // CHUNK)
         self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma, for the query heads of a K/V head
-        results = max_rows * num_kv_heads * self._max_chunks * self._columns
+        a_row = num_kv_heads * self._max_chunks * self._columns
+        # up to 32 rows have H / 16 copies of each maximum (MAXIMA_COPIES)
+        words = max_rows * a_row * head_size, 2 * max(max_rows, 2 * head_size) * a_row
         # -1 marks a word as not written; every launch leaves all words so
-        self.workspace = torch.full((results * (head_size + 2),), -1, dtype=torch.int32, device=device)
-        self._partials, self._maxima = self.workspace.split((results * head_size, results * 2))
+        self.workspace = torch.full((sum(words),), -1, dtype=torch.int32, device=device)
+        self._partials, self._maxima = self.workspace.split(words)
         gpu = torch.cuda.get_device_properties(gpu_of(device))
         self._num_sms = gpu.multi_processor_count
         self._shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
@@ -232,6 +234,7 @@ class DecodeAttention:
             self._head_size, self._kv_dtype, shape.ctas_per_sm, self._max_rows, self._shared_bytes
         )
         defines = self._defines(shape.chunk, variant) | {"STAGES": stages, "CTAS": shape.ctas_per_sm}
+        defines |= {"FEW_ROWS": 1} if shape.has_few_rows else {}
         name = "decode_attention"
         return compiled(f"{name}.cu", name, self._device, defines, shared_bytes=shared_bytes)
 
@@ -296,8 +299,10 @@ class DecodeAttention:
         kernel = self._kernel(shape, Variant.of(angles.shape[1], options))
         resident = kernel.resident_ctas(_THREADS)
         assert resident > 0
+        most = most_chunks(positions, shape.chunk, options.window)
+        adding = H // 16 if shape.has_few_rows and most > 1 else 1  # CTAs that add up a row's head
         # CTAs wait for one another, so all must run at once
-        grid = min(self._num_sms * resident, B * K * most_chunks(positions, shape.chunk, options.window))
+        grid = min(self._num_sms * resident, B * K * max(most, adding))
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
         return out_BNH
 

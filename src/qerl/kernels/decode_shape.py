@@ -16,20 +16,23 @@ _MANY_FP8_HEADS = 256  # rows x K/V heads above which 8 one-warp CTAs beat 6: FP
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape(chunk=128, ctas_per_sm=6): each CTA is one warp."""
+    """Shape(chunk=128, ctas_per_sm=6, has_few_rows=True): each CTA is one warp."""
 
     chunk: int
     ctas_per_sm: int
+    has_few_rows: bool
+    """At most 32: many CTAs add up the chunks of a row, not one. A row's bits are the same."""
 
 
 def choose_shape(
     B: int, num_kv_heads: int, max_positions: int, is_fp8: bool, num_sms: int, chunk: int | None = None
 ) -> Shape:
     """Use fewer CTAs with more tiles in flight if there are few units. chunk=None: chosen from B."""
-    chunk = chunk or (CHUNK if B <= _FEW_ROWS else LONG_CHUNK)
+    has_few_rows = B <= _FEW_ROWS
+    chunk = chunk or (CHUNK if has_few_rows else LONG_CHUNK)
     if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
-        return Shape(chunk, 3)
-    return Shape(chunk, 8 if is_fp8 and B * num_kv_heads > _MANY_FP8_HEADS else 6)
+        return Shape(chunk, 3, has_few_rows)
+    return Shape(chunk, 8 if is_fp8 and B * num_kv_heads > _MANY_FP8_HEADS else 6, has_few_rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

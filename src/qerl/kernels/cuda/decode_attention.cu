@@ -9,16 +9,18 @@
 //   o^T [H, heads] += v^T [H, 32] p^T      p^T is s^T's registers, transposed 8 x 8 at a time; online softmax
 //
 // Chunks are combined through a workspace (workspace.cuh): the unit of a row's last chunk waits for the row's other units, which all
-// have lower indices, and adds them in their order.
+// have lower indices, and adds them in their order. With FEW_ROWS (up to 32) one warp a row would be long at it, so each 16 elements of
+// H are added up by another CTA, after its units: the same sums in the same order.
 //
 // FP8: the bits (sign, exponent, mantissa) of an E4M3 number x, placed in a bfloat16, have the value x * 2^-120. So q and p are
 // multiplied by 2^100, and the sums by 2^20.
 //
 // Compile-time: H head size, GROUP query heads per K/V head, KV_HEADS, PAGE positions per page, CHUNK, FP8, STAGES, CTAS per
-// multiprocessor. If given: ROTARY elements of a head that are rotated, 0 or a multiple of 32; INTERLEAVED (1: elements 2 j and
+// multiprocessor. If given: FEW_ROWS (1: at most 32 rows); ROTARY elements of a head that are rotated, 0 or a multiple of 32; INTERLEAVED (1: elements 2 j and
 // 2 j + 1 are rotated together, not j and j + ROTARY / 2); WINDOW, SOFTCAP, SINKS, GATED (1: there is one). A window skips whole chunks, tiles and groups of 16 positions, and masks what is left before it.
 #include "decode_attention_chunks.cuh"
 #include "decode_attention_query.cuh"
+#include "decode_attention_rows.cuh"
 #include "decode_attention_units.cuh"
 #include "mma.cuh"
 
@@ -174,21 +176,23 @@ __device__ __forceinline__ u32 gated(const Parameters& p, const Unit& u, int hea
 #endif
 }
 
-__device__ __forceinline__ void store_output(const Parameters& p, const Unit& u, const Softmax& f) {
+// Store the output of all tiles of H, or of one from `first` on.
+template <int TILES>
+__device__ __forceinline__ void store_output(const Parameters& p, const Unit& u, const SoftmaxOf<TILES>& f, int first = 0) {
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   u16* to = p.out + ((size_t)u.row * KV_HEADS + u.head) * GROUP * H;
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     const float a = SUM_FACTOR / f.sum[n].x, b = SUM_FACTOR / f.sum[n].y;
 #pragma unroll
-    for (int i = 0; i < KT; i++) {
+    for (int i = 0; i < TILES; i++) {
       const float* v = f.o[i][n];
 #if FP8  // rows g and g + 8 are neighbors in H
-      const int head = n * 8 + 2 * t, at = i * 16 + 2 * g;
+      const int head = n * 8 + 2 * t, at = (first + i) * 16 + 2 * g;
       if (head < GROUP) *(u32*)(to + head * H + at) = gated(p, u, head, at, pack2(v[0] * a, v[2] * a));
       if (head + 1 < GROUP) *(u32*)(to + (head + 1) * H + at) = gated(p, u, head + 1, at, pack2(v[1] * b, v[3] * b));
 #else
-      const int head = n * 8 + g, at = i * 16 + 2 * t;
+      const int head = n * 8 + g, at = (first + i) * 16 + 2 * t;
       const u32 top = transpose8x8(pack2(v[0] * a, v[1] * b)), bottom = transpose8x8(pack2(v[2] * a, v[3] * b));
       if (head < GROUP) *(u32*)(to + head * H + at) = gated(p, u, head, at, top), *(u32*)(to + head * H + at + 8) = gated(p, u, head, at + 8, bottom);
 #endif
@@ -201,16 +205,36 @@ __device__ __forceinline__ void finish(const Parameters& p, const Unit& u, Softm
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int i = 4; i < 32; i *= 2) f.sum[n].x += __shfl_xor_sync(ALL_LANES, f.sum[n].x, i), f.sum[n].y += __shfl_xor_sync(ALL_LANES, f.sum[n].y, i);
-  if (!u.is_last()) {
-    store_chunk(p, u, f);
-  } else {
-    if (u.place()) add_chunks(p, u, f);
-#if SINKS
-    add_sinks(p, u, f);
+#if FEW_ROWS
+  if (u.place() || !u.is_last()) return store_chunk(p, u, f);
+#else
+  if (!u.is_last()) return store_chunk(p, u, f);
+  if (u.place()) add_chunks(p, u, f);
 #endif
-    store_output(p, u, f);
+#if SINKS
+  add_sinks(p, u.head, f);
+#endif
+  store_output(p, u, f);
+}
+
+#if FEW_ROWS
+// Finish the rows of several chunks: each tile of 16 along H by itself. CTAs that have no unit, or the fewest, are the first to do so.
+__device__ __forceinline__ void finish_rows(const Parameters& p, const Place& at, float4* weights) {
+  const bool is_long = at.chunks > 1;
+  const int count = __popc(__ballot_sync(ALL_LANES, is_long)) * (KV_HEADS * KT);
+#pragma unroll 1
+  for (int i = gridDim.x - 1 - blockIdx.x; i < count; i += gridDim.x) {
+    Unit u;
+    u.head = i / KT % KV_HEADS, u.row = nth_row(is_long, i / (KT * KV_HEADS));
+    SoftmaxOf<1> f;
+    add_tile(p, u.row, u.head, i % KT, __shfl_sync(ALL_LANES, at.chunks, u.row), weights, f);
+#if SINKS
+    add_sinks(p, u.head, f);
+#endif
+    store_output(p, u, f, i % KT);
   }
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(128) u8 raw[];
@@ -277,4 +301,7 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
     finish(p, u, f);
     u = find_unit(p, positions, at, u.index + gridDim.x);
   }
+#if FEW_ROWS
+  finish_rows(p, at, (float4*)raw);
+#endif
 }

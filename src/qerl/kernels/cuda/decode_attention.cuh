@@ -25,6 +25,9 @@
 #ifndef GATED
 #define GATED 0
 #endif
+#ifndef FEW_ROWS
+#define FEW_ROWS 0
+#endif
 
 #define NT ((GROUP + 7) / 8)               // tiles of 8 query heads
 #define KT (H / 16)                        // tiles of 16 along H
@@ -46,7 +49,7 @@ struct Parameters {
   const float *q_norm, *k_norm;
   u16* out;         // [rows, GROUP KV_HEADS, H]
   u32* partials;    // [rows, KV_HEADS, max_chunks, 8 NT H] fp32; all words are EMPTY before and after a launch
-  u32* maxima;      // [rows, KV_HEADS, max_chunks, 8 NT, 2]: largest score in log2, sum of weights; EMPTY likewise
+  u32* maxima;      // [rows, KV_HEADS, max_chunks, MAXIMA_COPIES, 8 NT, 2]: largest score in log2, sum of weights; EMPTY likewise
   float eps, score_factor;  // of s in log2; with a soft cap, of 2 s / cap in log2
   int rows, table_width, max_chunks;
 #if WINDOW || SOFTCAP || SINKS

@@ -15,11 +15,14 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp2_fast(-LOG2_E * x)); }
 #endif
 
-// The online softmax of a unit, for this lane's two heads of each tile of heads. o is not yet divided by sum.
-struct Softmax {
-  float o[KT][NT][4];
+// The online softmax of a unit, for this lane's two heads of each tile of heads and all or one of the tiles of H. o is not yet
+// divided by sum.
+template <int TILES>
+struct SoftmaxOf {
+  float o[TILES][NT][4];
   float2 largest[NT], sum[NT];  // sum has this lane's share until `finish`
 };
+typedef SoftmaxOf<KT> Softmax;
 
 __device__ __forceinline__ void clear(Softmax& f) {
 #pragma unroll
@@ -30,33 +33,42 @@ __device__ __forceinline__ void clear(Softmax& f) {
   }
 }
 
-__device__ __forceinline__ void scale(Softmax& f, int n, float a, float b) {
+template <int TILES>
+__device__ __forceinline__ void scale(SoftmaxOf<TILES>& f, int n, float a, float b) {
 #pragma unroll
-  for (int i = 0; i < KT; i++) f.o[i][n][0] *= a, f.o[i][n][1] *= b, f.o[i][n][2] *= a, f.o[i][n][3] *= b;
+  for (int i = 0; i < TILES; i++) f.o[i][n][0] *= a, f.o[i][n][1] *= b, f.o[i][n][2] *= a, f.o[i][n][3] *= b;
   f.sum[n].x *= a, f.sum[n].y *= b;
 }
 
 // The index of the row's first chunk in the workspace.
-__device__ __forceinline__ size_t workspace_index(const Parameters& p, const Unit& u) { return ((size_t)u.row * KV_HEADS + u.head) * p.max_chunks; }
+__device__ __forceinline__ size_t workspace_index(const Parameters& p, int row, int head) { return ((size_t)row * KV_HEADS + head) * p.max_chunks; }
 
-// Store this unit's softmax in the workspace, for the unit of the row's last chunk.
+// The largest scores and sums of a chunk. With FEW_ROWS there is a copy for each tile of H, which is added up by itself.
+#define MAXIMA_COPIES (FEW_ROWS ? KT : 1)
+__device__ __forceinline__ u32* maxima_of(const Parameters& p, size_t chunk, int copy) { return p.maxima + (chunk * MAXIMA_COPIES + copy) * (16 * NT); }
+
+// Store this unit's softmax in the workspace, for those who add up the row's chunks.
 __device__ __forceinline__ void store_chunk(const Parameters& p, const Unit& u, const Softmax& f) {
   const int lane = threadIdx.x, t = lane % 4;
-  const size_t at = workspace_index(p, u) + u.place();
+  const size_t at = workspace_index(p, u.row, u.head) + u.place();
   u32* to = p.partials + at * (8 * NT * H) + lane * 4;
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     if (n * 8 + 2 * t >= GROUP) continue;
-    if (lane < 4) store_partial(p.maxima + at * (16 * NT) + n * 16 + 4 * t, f.largest[n].x, f.sum[n].x, f.largest[n].y, f.sum[n].y);
+#pragma unroll
+    for (int copy = 0; copy < MAXIMA_COPIES; copy += 8)
+      if (lane < 4 * (MAXIMA_COPIES - copy))
+        store_partial(maxima_of(p, at, copy + lane / 4) + n * 16 + 4 * t, f.largest[n].x, f.sum[n].x, f.largest[n].y, f.sum[n].y);
 #pragma unroll
     for (int i = 0; i < KT; i++) store_partial(to + (i * NT + n) * 128, f.o[i][n]);
   }
 }
 
+#if !FEW_ROWS
 // Add the results of the row's earlier chunks and clear their words.
 __device__ __forceinline__ void add_chunks(const Parameters& p, const Unit& u, Softmax& f) {
   const int lane = threadIdx.x, t = lane % 4, others = u.place();
-  const size_t first = workspace_index(p, u);
+  const size_t first = workspace_index(p, u.row, u.head);
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     if (n * 8 + 2 * t >= GROUP) continue;
@@ -109,11 +121,13 @@ __device__ __forceinline__ void add_chunks(const Parameters& p, const Unit& u, S
   __syncwarp();  // every lane has read the maxima
   for (int i = lane; i < others * NT * 4; i += 32) clear_partial(p.maxima + first * (16 * NT) + i * 4);
 }
+#endif
 
 #if SINKS
 // Add the heads' sinks to the sums: logits of the softmax that have no value.
-__device__ __forceinline__ void add_sinks(const Parameters& p, const Unit& u, Softmax& f) {
-  const float* sinks = p.sinks + u.head * GROUP;
+template <int TILES>
+__device__ __forceinline__ void add_sinks(const Parameters& p, int kv_head, SoftmaxOf<TILES>& f) {
+  const float* sinks = p.sinks + kv_head * GROUP;
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     const int head = n * 8 + threadIdx.x % 4 * 2;

@@ -3,6 +3,47 @@
 #pragma once
 #include "decode_attention.cuh"
 
+#if FEW_ROWS  // at most one row a lane: all places are searched at once
+// The chunks of this lane's row, and the number of all units.
+struct Place {
+  int chunks, units;
+};
+
+__device__ __forceinline__ Place first_place(const Parameters& p, const int* positions) {
+  const int lane = threadIdx.x, position = lane < p.rows ? positions[lane] : -1;
+  Place at;
+  at.chunks = at.units = position < 0 ? 0 : last_place(p, position) / CHUNK + 1;
+#pragma unroll
+  for (int i = 16; i; i /= 2) at.units += __shfl_sync(ALL_LANES, at.units, lane ^ i);
+  at.units *= KV_HEADS;
+  return at;
+}
+
+// The row of the n-th lane for which `has` holds; there are more than n.
+__device__ __forceinline__ int nth_row(bool has, int n) {
+  const u32 lanes = __ballot_sync(ALL_LANES, has);
+  return __ffs(__ballot_sync(ALL_LANES, has && __popc(lanes & ((1u << threadIdx.x) - 1)) == n)) - 1;
+}
+
+// Set the chunk's place in its row, the row and the head of the unit of this index. Return false if there are no more.
+__device__ __forceinline__ bool locate(const Parameters& p, const int* positions, Place& at, int index, int& place, int& row, int& head) {
+  if (index >= at.units) return false;
+  int first = 0;
+  for (int place0 = 0;; place0 += 32) {
+    int before = 0;  // units of the places before this lane's
+    for (int row0 = 0; row0 < p.rows; row0 += 8)
+#pragma unroll
+      for (int i = 0; i < 8; i++) before += min(__shfl_sync(ALL_LANES, at.chunks, row0 + i), place0 + (int)threadIdx.x);
+    before *= KV_HEADS;
+    const int found = __popc(__ballot_sync(ALL_LANES, before <= index));
+    if (found) place = place0 + found - 1, first = __shfl_sync(ALL_LANES, before, found - 1);
+    if (found < 32) break;
+  }
+  const int n = (index - first) / KV_HEADS;
+  head = index - first - n * KV_HEADS, row = nth_row(at.chunks > place, n);
+  return true;
+}
+#else
 // A place, the index of its first unit, and the number of rows that have it: no more than have the place before. All lanes of a warp
 // have the same one.
 struct Place {
@@ -33,16 +74,23 @@ __device__ __forceinline__ int nth_row(const Parameters& p, const int* positions
   }
 }
 
+// Set the chunk's place in its row, the row and the head of the unit of this index. Return false if there are no more.
+__device__ __forceinline__ bool locate(const Parameters& p, const int* positions, Place& at, int index, int& place, int& row, int& head) {
+  while (at.rows && index >= at.first + at.rows * KV_HEADS) at.first += at.rows * KV_HEADS, at.rows = rows_with(p, positions, ++at.place);
+  if (!at.rows) return false;
+  const int n = (index - at.first) / KV_HEADS;
+  place = at.place, head = index - at.first - n * KV_HEADS, row = at.rows == p.rows ? n : nth_row(p, positions, at.place, n);
+  return true;
+}
+#endif
+
 // Return the unit of this index, without tiles if there are no more. `at` moves on to its place, which is the one of the call before or
 // a later one. A row's last chunk has its highest index.
 __device__ __forceinline__ Unit find_unit(const Parameters& p, const int* positions, Place& at, int index) {
   Unit u;
   u.index = index, u.tiles = u.slot = 0;
-  while (at.rows && index >= at.first + at.rows * KV_HEADS) at.first += at.rows * KV_HEADS, at.rows = rows_with(p, positions, ++at.place);
-  if (!at.rows) return u;
-  const int n = (index - at.first) / KV_HEADS;
-  u.head = index - at.first - n * KV_HEADS, u.row = at.rows == p.rows ? n : nth_row(p, positions, at.place, n);
-  u.chunk = at.place, u.position = positions[u.row];
+  if (!locate(p, positions, at, index, u.chunk, u.row, u.head)) return u;
+  u.position = positions[u.row];
 #if WINDOW
   const int first = first_seen(p, u.position);
   u.order = u.chunk, u.chunk += first / CHUNK, u.start = u.order ? 0 : first % CHUNK;
