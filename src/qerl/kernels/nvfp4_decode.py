@@ -136,7 +136,6 @@ class NVFP4Decode(PackedProduct[Tile]):
 
     def _start(self, tile, grid, rank, swiglu, x_MK, tiles, adapter, epilogue) -> None:
         (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
-        tile = tile.trimmed(m, n, k, self._num_sms)
         split, makes_u = tile.splits_sums(m, n, k, self._num_sms), adapter is not None and adapter.u is None
         kernel = self._kernel(tile, rank, swiglu, int(split), int(rank > 0 and not makes_u))
         kernel.launch(

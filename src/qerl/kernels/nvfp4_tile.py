@@ -19,13 +19,11 @@ TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
 MOST_TOKENS = (32, 48, 64, 96, 128, 192, 256)
 """The token bounds of the choices for one (N, K)."""
 
-_MULTIPROCESSOR_BYTES = 228 * 1024  # of shared memory; each CTA also takes 1 KB of its own
-_SHARED_BYTES = 227 * 1024  # most of a CTA
+_SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
 _K_BLOCKS = (512, 256, 192, 128, 64)
 _SLICE_K = 256  # k per partial sum of the adapter's u, if a stage has that many
 _MOST_STAGES = 16
-_TRIMMED_STAGES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,10 +47,7 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        """Too much for more than ctas_per_sm CTAs on a multiprocessor: those of a launch that starts early
-        would crowd where the kernel before has left, and leave others idle."""
-        used = self.stages * (self.stage_bytes + 16) + 16 + 1024
-        return max(used, _MULTIPROCESSOR_BYTES // (self.ctas_per_sm + 1) - 1024 + 16)
+        return self.stages * (self.stage_bytes + 16) + 16 + 1024
 
     def threads(self, makes_u: bool) -> int:
         """Threads of the multiplying warps, one copying warp, and one warp that reduces u if makes_u."""
@@ -72,12 +67,6 @@ class Tile:
     def grid(self, M: int, N: int, K: int, num_sms: int) -> int:
         """Return the number of CTAs: at most what runs at once, and each has work: others wait for it."""
         return min(self.units(M, N, K), num_sms * self.ctas_per_sm)
-
-    def trimmed(self, M: int, N: int, K: int, num_sms: int) -> "Tile":
-        """Return it with as many stages as a CTA has units, but at least 4. Shared memory that is left lets
-        CTAs of the next kernel start, and load what they may, beside this one's."""
-        most_units = -(-self.units(M, N, K) // self.grid(M, N, K, num_sms))
-        return dataclasses.replace(self, stages=min(self.stages, max(most_units, _TRIMMED_STAGES)))
 
     def splits_sums(self, M: int, N: int, K: int, num_sms: int) -> bool:
         """True if the CTAs that share a tile also share adding up and finishing it."""
