@@ -131,7 +131,9 @@ def check_sources(
     names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
     if names and not accept_changes:
         other = {name: "other" if name.startswith("rows ") else "another" for name in names}
-        told = [f"{other[name]} {name} ({shown(old.get(name))}, now {shown(new.get(name))})" for name in names]
+        told = [
+            f"{other[name]} {name} ({shown(old.get(name))}, now {shown(new.get(name))})" for name in names
+        ]
         raise UserError(
             f"{path}: the run began with {', and '.join(told)}; --accept-changes goes on with what is there"
             " now, --out begins another run"

@@ -41,6 +41,8 @@ class Series:
     """Dots and rings only: a dotted line joins them."""
     breaks: Sequence[float] = ()
     """Steps where noise starts: marked, and no mean reaches across."""
+    changes: Sequence[float] = ()
+    """Steps from which on a reward or the rows are others, in the same way."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +157,8 @@ def chart_data(series: Sequence[Series]) -> list[dict[str, Any]]:
         entry |= {"smooth": True} if one.mark == "line" else {}
         if one.mark == "line" and len(one.points) > MAX_POINTS:
             entry["means"] = [(s[-1][0], rounded(fmean(y for _, y in s))) for s in _stretches(one.points)]
-        data.append(entry | ({"breaks": list(one.breaks)} if one.breaks else {}))
+        breaks = sorted({*one.breaks, *one.changes})
+        data.append(entry | ({"breaks": breaks} if breaks else {}))
     return data
 
 
@@ -192,7 +195,8 @@ def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
         return [(x_scale(x), y_scale(y)) for x, y in points]
 
     points = placed(downsampled(one.points))
-    marks = "".join(_break(x_scale(x), x) for x in one.breaks)
+    marks = "".join(_break(x_scale(x), x, "noise") for x in one.breaks)
+    marks += "".join(_break(x_scale(x), x, "changed") for x in one.changes)
     if one.mark in ("dot", "ring"):
         shapes = _dots(one, points, [(x_scale(x), y_scale(low), y_scale(high)) for x, low, high in one.band])
         return _group(one, shapes)
@@ -203,7 +207,8 @@ def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
     shade = f'<polygon class="band" points="{outline}"/>' if edge else ""
     if one.mark == "exact" or len(one.points) < _SMOOTH_FROM:
         return _group(one, shade + _path("curve", points) + marks)
-    means = [placed(downsampled(stretch)) for stretch in smoothed(one.points, one.breaks)]
+    stretches = smoothed(one.points, sorted({*one.breaks, *one.changes}))
+    means = [placed(downsampled(stretch)) for stretch in stretches]
     return _group(one, shade + _path("curve raw", points) + _path("curve", *means) + marks)
 
 
@@ -222,10 +227,11 @@ def _dots(one: Series, points: Points, bars: Sequence[tuple[float, float, float]
     return line + (f'<g transform="translate({shift:g})">{moved}</g>' if shift else moved)
 
 
-def _break(x_px: float, x: float) -> str:
-    """Mark where noise starts; the text is on the side that has room."""
+def _break(x_px: float, x: float, why: str) -> str:
+    """Mark a step; the text is on the side that has room, that of a change below that of noise."""
     dx, anchor = (4, "start") if x_px < WIDTH * 0.8 else (-4, "end")
-    text = f'<text x="{dx}" y="{TOP + 8}" text-anchor="{anchor}">noise</text>'
+    y = TOP + (8 if why == "noise" else 22)
+    text = f'<text x="{dx}" y="{y}" text-anchor="{anchor}">{why}</text>'
     line = f'<path d="M0,{TOP}V{HEIGHT - BOTTOM}"/>'
     return f'<g class="break" data-x="{x:g}" transform="translate({x_px:.1f})">{line}{text}</g>'
 

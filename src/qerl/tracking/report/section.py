@@ -1,5 +1,6 @@
 """Render the page's sections as HTML, with all text of a run escaped: headlines, charts, tables."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -80,12 +81,16 @@ def tiles(runs: Sequence[RecordedRun]) -> str:
 def _headlines(run: RecordedRun) -> dict[str, str]:
     """Return {label: value} of the metrics that the run has."""
     tiles: dict[str, str] = {}
-    rewards = run.values("reward")
+    last_change = max([0, *(step for step, _ in run.changes())])
+    rewards = [reward for step, reward in run.points("reward") if step > last_change]
     for name, of_rewards, label in (
         ("accuracy", "reward", "Held-out"),
         ("greedy", "greedy_reward", "Greedy"),
     ):
-        accuracies, held_out = evaluated(run, name), evaluated(run, of_rewards)
+        accuracies, held_out = (
+            [point for point in evaluated(run, of) if not last_change or point[0] > last_change]
+            for of in (name, of_rewards)
+        )
         if accuracies:
             first, last = accuracies[0][1], accuracies[-1][1]
             tiles[f"{label} accuracy"] = _change(first, last, len(accuracies) > 1, "{:.0%}")
@@ -200,7 +205,9 @@ def timeline(run: RecordedRun) -> dict[str, Any]:
 def _series(run: RecordedRun, run_index: int, key: str, is_same: bool) -> list[Series]:
     mark = "exact" if key in _EXACT else "line"
     starts = noise_starts(run) if mark == "line" else ()
-    series = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark, breaks=starts)]
+    changes = sorted({step + 1.0 for step, _ in run.changes()}) if mark == "line" else ()
+    line = Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark, breaks=starts)
+    series = [dataclasses.replace(line, changes=changes)]
     figures = _HELD_OUT.get("accuracy" if is_same and key == "reward" else key, ())
     return series + [
         _held_out(run, run_index, name, *drawn) for name, drawn in zip(figures, _DRAWN, strict=False)
