@@ -58,12 +58,10 @@ class RecordedRun:
     def values(self, key: str) -> list[float]:
         return [value for _, value in self.points(key)]
 
-    def changes(self) -> list[tuple[int, str]]:
-        """Return (completed steps, what) of each reward, data set or other source that the run changed."""
-        return list(_changes(self.facts.get("history")))
 
-
-def _changes(history: Any) -> Iterator[tuple[int, str]]:
+def changes(facts: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """Yield (completed steps, what) of each reward, data set or other source that the run changed."""
+    history = facts.get("history")
     for entry in history if isinstance(history, list) else ():
         changed = entry.get("changed") if isinstance(entry, dict) and has_step(entry) else None
         for name in changed if isinstance(changed, dict) else ():
@@ -103,8 +101,8 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     if not records:
         notices.append("metrics.jsonl: no step has finished yet")
     groups, coverage = _groups(folder, notices, max_samples)
-    for step, name in _changes(objects["facts"].get("history")):
-        notices.append(f"changed from step {step + 1} on: {name}; the headlines are of what came after")
+    for step, what in changes(objects["facts"]):
+        notices.append(f"changed from step {step + 1} on: {what}; the headlines are of what came after")
     return RecordedRun(
         name=name,
         **objects,
