@@ -425,6 +425,7 @@ def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
     commands = [
         ["train", "demo", *tiny_run.options(files, tmp_path / "run")],
         *(["eval", "model"], ["generate", "model", "hello"], ["quantize", "model", "out"]),
+        ["plan", "gsm8k", "--gpu", "rtx-4090"],
     ]
     for command in commands:
         process = tiny_run.launched("-c", code, *command)

@@ -12,7 +12,7 @@ from test_rows import SUMS
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool, build_task
-from qerl.tasks.reward import format_failures
+from qerl.tasks.reward import format_failures, imported
 from qerl.types import Group
 
 
@@ -205,6 +205,18 @@ def test_a_reward_is_taken_from_a_file(pool, tmp_path):
         "def judge(completions, **kwargs):\n    return [Judge().bonus]\n"
     )
     assert pool(rewards=(f"{path}:judge",)).score([group("a")]) == [[0.5]]
+
+
+def test_a_reward_imports_what_lies_beside_its_file_or_in_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # as for the program `qerl`
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_a_reward.py").write_text("def value(completions): return [0.25]\n")
+    (tmp_path / "colorsys.py").write_text("raise SystemExit\n")  # hides nothing that is installed
+    (tmp_path / "mine.py").write_text("import colorsys\nfrom beside_a_reward import value as judge\n")
+    for name in ("mine.py:judge", "beside_a_reward:value"):
+        assert imported(name, "task.rewards")(["a"]) == [0.25]
+        sys.path.remove(str(tmp_path))
+        del sys.modules["beside_a_reward"]
 
 
 def test_a_reward_is_taken_from_a_module(pool, tmp_path, monkeypatch):

@@ -92,7 +92,12 @@ def num_steps(files):
             "% 2 == 1",
             r"another reward even \(even\.py\) \([0-9a-f]{8}, now [0-9a-f]{8}\)",
         ),
-        ("sums.jsonl", '"answer": "1"', '"answer": "2"', r"another rows of sums\.jsonl \([0-9a-f]{8}, now"),
+        (
+            "sums.jsonl",
+            '"answer": "1"',
+            '"answer": "2"',
+            r"began with other rows of sums\.jsonl \([0-9a-f]{8}, now",
+        ),
     ],
 )
 def test_a_finished_run_with_an_edited_file_is_refused_by_its_name(finished, name, old, new, named):

@@ -1,11 +1,12 @@
 """Plan the GPU memory of a training step, part by part, without loading the model."""
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from qerl.cli.arguments import parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import RunConfig
 from qerl.config.check import check_positive
 from qerl.config.recipes import RECIPES
@@ -53,6 +54,7 @@ def run(arguments: list[str]) -> None:
     refuse_former_names(arguments)
     default = PlanOptions(run=RECIPES[names[0]]()) if names[0] in RECIPES else PlanOptions()
     options = parse_options(PlanOptions, arguments, f"plan {names[0]}", default, DESCRIPTION)
+    announce(f"plan {names[0]}: {options.run.model.format}", sys.stderr)
     from qerl.learner.plan.report import format_plan
 
     gpu, gpu_gb = _gpu(options)

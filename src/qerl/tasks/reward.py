@@ -351,9 +351,12 @@ def imported(name: str, field: str) -> Callable[..., Any]:
         raise UserError(f"{field}: {name!r} is neither module:function nor file.py:function")
     if module_name.endswith(".py") and not Path(module_name).is_file():
         raise UserError(f"{field} {name}: no such file")
+    is_file = module_name.endswith(".py")
+    folder = str(Path(module_name).parent.absolute() if is_file else Path.cwd())
+    if folder not in sys.path:  # as Python has it for a script, but last: it hides nothing that is installed
+        sys.path.append(folder)
     try:
-        load = _file_module if module_name.endswith(".py") else importlib.import_module
-        module = load(module_name)
+        module = _file_module(module_name) if is_file else importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # runs the user's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"{field} {name}: cannot import {module_name}: {reason}") from error

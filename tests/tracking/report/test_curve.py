@@ -103,14 +103,14 @@ def test_no_mean_reaches_across_the_start_of_noise_and_the_start_is_marked():
     quiet, noisy = smoothed(points, breaks=[100])
     assert (quiet[-1], noisy[0]) == ((99, 0.0), (100, 1.0)) and len(quiet + noisy) == 300
     assert [means[-1][1] for means in smoothed(points)] == [1.0] and 0 < smoothed(points)[0][99][1] < 1
-    svg = curve(points, breaks=[100])
+    svg = curve(points, breaks={100: "noise"})
     assert [name for name, _ in polylines(svg)] == ["curve raw", "curve", "curve"]
     assert ">noise</text>" in svg and 'data-x="100"' in svg and ">noise<" not in curve(points)
 
 
 def test_a_long_curve_brings_its_means_for_another_smoothing():
     points = [(i, float(i % 10 == 0)) for i in range(6000)]
-    (entry,) = chart_data([Series(label="a", run_index=0, points=points, breaks=[9.0])])
+    (entry,) = chart_data([Series(label="a", run_index=0, points=points, breaks={9.0: "noise"})])
     assert len(entry["points"]) == MAX_POINTS and len(entry["means"]) == MAX_POINTS // 2
     assert {mean for _, mean in entry["means"]} == {0.1} and entry["breaks"] == [9.0]
     (entry,) = chart_data([Series(label="a", run_index=0, points=points, mark="exact")])

@@ -198,6 +198,24 @@ def test_every_curve_has_its_values_in_the_pages_order(tmp_path):
     ]
 
 
+def test_a_reward_that_was_changed_is_said_and_no_headline_compares_across(tmp_path):
+    changed = {"config.num_steps": [2, 4], "sources.reward mine (my.py)": ["0e3b", "8995"]}
+    figures = {"before": {"reward": 0.11}, "after_2_steps": {"reward": 0.22}, "after": {"reward": 0.33}}
+    folder = make_run(tmp_path / "a", run={"history": [{"step": 2, "changed": changed}]}, evaluations=figures)
+    text = page_of([folder], tmp_path).text
+    assert (
+        "a changed from step 3 on: reward mine (my.py)" in re.sub(r"\s+", " ", text)
+        and "num_steps;" not in text
+    )
+    assert "0.33" in text and "0.11" not in text and "0.22" not in text
+    html = (tmp_path / "report" / "page.html").read_text()
+    assert ">changed</text>" in html and 'data-x="3"' in html and '"breaks":[3' in html.replace(" ", "")
+    history = [{"step": 2, "changed": {"config.num_steps": [2, 4]}}, 7]
+    longer = make_run(tmp_path / "b", run={"history": history})
+    page_of([longer], tmp_path)
+    assert ">changed</text>" not in (tmp_path / "report" / "page.html").read_text()
+
+
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
     folders = [make_run(tmp_path / parent / "run") for parent in "ab"]
     page = page_of(folders, tmp_path)

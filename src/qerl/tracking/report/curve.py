@@ -9,7 +9,7 @@ page.js redraws these shapes for another x axis or smoothing, with the same marg
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from statistics import fmean, median
 from typing import Any
@@ -39,8 +39,8 @@ class Series:
     """(x, low, high) of a shaded band behind the curve; of dots and rings, their error bars."""
     is_joined: bool = False
     """Dots and rings only: a dotted line joins them."""
-    breaks: Sequence[float] = ()
-    """Steps where noise starts: marked, and no mean reaches across."""
+    breaks: Mapping[float, str] = dataclasses.field(default_factory=dict)
+    """Steps where noise starts or the reward changes: marked by this text, and no mean reaches across."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +155,7 @@ def chart_data(series: Sequence[Series]) -> list[dict[str, Any]]:
         entry |= {"smooth": True} if one.mark == "line" else {}
         if one.mark == "line" and len(one.points) > MAX_POINTS:
             entry["means"] = [(s[-1][0], rounded(fmean(y for _, y in s))) for s in _stretches(one.points)]
-        data.append(entry | ({"breaks": list(one.breaks)} if one.breaks else {}))
+        data.append(entry | ({"breaks": sorted(one.breaks)} if one.breaks else {}))
     return data
 
 
@@ -192,7 +192,7 @@ def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
         return [(x_scale(x), y_scale(y)) for x, y in points]
 
     points = placed(downsampled(one.points))
-    marks = "".join(_break(x_scale(x), x) for x in one.breaks)
+    marks = "".join(_break(x_scale(x), x, text) for x, text in one.breaks.items())
     if one.mark in ("dot", "ring"):
         shapes = _dots(one, points, [(x_scale(x), y_scale(low), y_scale(high)) for x, low, high in one.band])
         return _group(one, shapes)
@@ -203,7 +203,7 @@ def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
     shade = f'<polygon class="band" points="{outline}"/>' if edge else ""
     if one.mark == "exact" or len(one.points) < _SMOOTH_FROM:
         return _group(one, shade + _path("curve", points) + marks)
-    means = [placed(downsampled(stretch)) for stretch in smoothed(one.points, one.breaks)]
+    means = [placed(downsampled(stretch)) for stretch in smoothed(one.points, sorted(one.breaks))]
     return _group(one, shade + _path("curve raw", points) + _path("curve", *means) + marks)
 
 
@@ -222,10 +222,10 @@ def _dots(one: Series, points: Points, bars: Sequence[tuple[float, float, float]
     return line + (f'<g transform="translate({shift:g})">{moved}</g>' if shift else moved)
 
 
-def _break(x_px: float, x: float) -> str:
-    """Mark where noise starts; the text is on the side that has room."""
+def _break(x_px: float, x: float, why: str) -> str:
+    """Mark a step; the text is on the side that has room."""
     dx, anchor = (4, "start") if x_px < WIDTH * 0.8 else (-4, "end")
-    text = f'<text x="{dx}" y="{TOP + 8}" text-anchor="{anchor}">noise</text>'
+    text = f'<text x="{dx}" y="{TOP + 8}" text-anchor="{anchor}">{why}</text>'
     line = f'<path d="M0,{TOP}V{HEIGHT - BOTTOM}"/>'
     return f'<g class="break" data-x="{x:g}" transform="translate({x_px:.1f})">{line}{text}</g>'
 

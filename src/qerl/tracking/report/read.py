@@ -59,6 +59,16 @@ class RecordedRun:
         return [value for _, value in self.points(key)]
 
 
+def changes(facts: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """Yield (completed steps, what) of each reward, data set or other source that the run changed."""
+    history = facts.get("history")
+    for entry in history if isinstance(history, list) else ():
+        changed = entry.get("changed") if isinstance(entry, dict) and has_step(entry) else None
+        for name in changed if isinstance(changed, dict) else ():
+            if name != "config.num_steps":
+                yield entry["step"], name.partition(".")[2]
+
+
 def number(value: Any) -> float | None:
     """Return the value if it is a number of at most 1e100, else None; 0 if it is nearer to 0 than 1e-100."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -91,6 +101,8 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     if not records:
         notices.append("metrics.jsonl: no step has finished yet")
     groups, coverage = _groups(folder, notices, max_samples)
+    for step, what in changes(objects["facts"]):
+        notices.append(f"changed from step {step + 1} on: {what}; the headlines are of what came after")
     return RecordedRun(
         name=name,
         **objects,

@@ -22,7 +22,7 @@ from qerl.tracking.report.curve import (
     stacked_svg,
 )
 from qerl.tracking.report.facts import swatch
-from qerl.tracking.report.read import Points, RecordedRun, number
+from qerl.tracking.report.read import Points, RecordedRun, changes, number
 
 PHASES = ("rollout", "reward", "teacher", "learn", "publish", "evaluate", "checkpoint")
 """Phases of a step; the rest of its time is shown as other."""
@@ -80,12 +80,13 @@ def tiles(runs: Sequence[RecordedRun]) -> str:
 def _headlines(run: RecordedRun) -> dict[str, str]:
     """Return {label: value} of the metrics that the run has."""
     tiles: dict[str, str] = {}
-    rewards = run.values("reward")
+    last_change = max([-1, *(step for step, _ in changes(run.facts))])
+    rewards = [reward for step, reward in run.points("reward") if step > last_change]
     for name, of_rewards, label in (
         ("accuracy", "reward", "Held-out"),
         ("greedy", "greedy_reward", "Greedy"),
     ):
-        accuracies, held_out = evaluated(run, name), evaluated(run, of_rewards)
+        accuracies, held_out = (evaluated(run, of, last_change) for of in (name, of_rewards))
         if accuracies:
             first, last = accuracies[0][1], accuracies[-1][1]
             tiles[f"{label} accuracy"] = _change(first, last, len(accuracies) > 1, "{:.0%}")
@@ -115,8 +116,9 @@ def _change(first: float, last: float, has_changed: bool, template: str) -> str:
     return before + template.format(last)
 
 
-def evaluated(run: RecordedRun, name: str) -> Points:
-    """Return (completed steps, held-out figure): before training, during it, and after."""
+def evaluated(run: RecordedRun, name: str, after: int = -1) -> Points:
+    """Return (completed steps, held-out figure): before training, during it, and at its end; of more steps
+    than `after` alone."""
     points = run.points(f"eval_{name}")
     last = run.records[-1]["step"] + 1 if run.records else 0
     ends = {m: int(n[1]) for m in run.evaluations if (n := re.fullmatch(r"after_([0-9]{1,15})_steps", m))}
@@ -125,7 +127,7 @@ def evaluated(run: RecordedRun, name: str) -> Points:
         value = number(scores.get(name)) if isinstance(scores, dict) else None
         if value is not None and steps not in [step for step, _ in points]:
             points.append((float(steps), value))
-    return sorted(points)
+    return sorted(point for point in points if point[0] > after)
 
 
 def _keys(runs: Sequence[RecordedRun]) -> set[str]:
@@ -199,8 +201,9 @@ def timeline(run: RecordedRun) -> dict[str, Any]:
 
 def _series(run: RecordedRun, run_index: int, key: str, is_same: bool) -> list[Series]:
     mark = "exact" if key in _EXACT else "line"
-    starts = noise_starts(run) if mark == "line" else ()
-    series = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark, breaks=starts)]
+    breaks = dict.fromkeys(noise_starts(run), "noise") if mark == "line" else {}
+    breaks |= {step + 1.0: "changed" for step, _ in changes(run.facts)}
+    series = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark, breaks=breaks)]
     figures = _HELD_OUT.get("accuracy" if is_same and key == "reward" else key, ())
     return series + [
         _held_out(run, run_index, name, *drawn) for name, drawn in zip(figures, _DRAWN, strict=False)
