@@ -82,8 +82,6 @@ class StopSignal:
 
     def _tell(self) -> None:
         while (number := self._received.get()) is not None:
-            with suppress(
-                OSError, RunError
-            ):  # a full disk or closed console, as the next line finds
+            with suppress(OSError, RunError):  # a full disk or closed console, as the next line finds
                 name = signal.Signals(number).name
                 self._announce(f"{name}: finishing and saving this step; press again to stop at once")
