@@ -12,7 +12,7 @@ from test_rows import SUMS
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool, build_task
-from qerl.tasks.reward import format_failures
+from qerl.tasks.reward import format_failures, imported
 from qerl.types import Group
 
 
@@ -205,6 +205,17 @@ def test_a_reward_is_taken_from_a_file(pool, tmp_path):
         "def judge(completions, **kwargs):\n    return [Judge().bonus]\n"
     )
     assert pool(rewards=(f"{path}:judge",)).score([group("a")]) == [[0.5]]
+
+
+def test_a_reward_edited_within_a_second_is_read_anew(tmp_path, monkeypatch):
+    """Its .pyc would be taken for that of the edited file: both have one size and one second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path, found = tmp_path / "edited.py", []
+    for value in (1, 2):
+        path.write_text(f"def score(**columns):\n    return {value}\n")
+        os.utime(path, (1e9, 1e9))
+        found.append(imported(f"{path}:score", "task.rewards")())
+    assert found == [1, 2] and not (tmp_path / "__pycache__").exists()
 
 
 def test_a_reward_is_taken_from_a_module(pool, tmp_path, monkeypatch):
