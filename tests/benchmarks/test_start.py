@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 import time
 
 import pytest
 
 from benchmarks import start
+from benchmarks.__main__ import main
 from benchmarks.start import StartOptions, measure, write_checkpoint
 from qerl.errors import UserError
 from qerl.models.random_weights import shape
@@ -45,13 +45,13 @@ def test_a_process_loads_samples_and_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_prints_a_line_for_each_cache_of_the_asked_way_to_compile(tmp_path):
+def test_it_prints_a_line_for_each_cache_of_the_asked_way_to_compile(tmp_path, monkeypatch, capsys):
     sizes = ("--rows=8", "--prompt-tokens=8", "--max-tokens=16", "--lora-rank=16")
-    model = f"--model={tiny_model(tmp_path)}"
-    command = [sys.executable, "-m", "benchmarks", "start", model, *sizes, "--ahead=False"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks", "start", f"--model={tiny_model(tmp_path)}", *sizes, "--ahead=False"]
+    )
+    main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["cache"], line["while_loading"]) for line in lines] == [("cold", False), ("warm", False)]
 
 

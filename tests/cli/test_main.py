@@ -345,8 +345,9 @@ def test_every_base_runs_the_same_loop(monkeypatch, capsys, wide, tmp_path, form
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all(row["mismatch_abs"] < 1e-5 for row in rows if row["sigma"] == 0)
     capsys.readouterr()
-    assert qerl(monkeypatch, "eval", out, "--num-prompts", "2", "--num-samples", "2") == 0
-    assert 0 <= json.loads(capsys.readouterr().out.splitlines()[-1])["pass@1"] <= 1
+    if (format, kind) in (("nvfp4", "lora"), ("bf16", "full")):
+        assert qerl(monkeypatch, "eval", out, "--num-prompts", "2", "--num-samples", "2") == 0
+        assert 0 <= json.loads(capsys.readouterr().out.splitlines()[-1])["pass@1"] <= 1
 
 
 def test_full_fine_tuning_of_a_packed_model_is_one_line(monkeypatch, capsys, files, tmp_path):

@@ -100,8 +100,11 @@ def test_a_folded_norm_is_stored_in_bfloat16_without_rounding(checkpoint):
     torch.testing.assert_close(read.bfloat16().float(), read, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize(("checkpoint", "format"), FORMATS_OF_FAMILIES, indirect=["checkpoint"])
-@pytest.mark.parametrize("scales", [default_scales, least_squares])
+@pytest.mark.parametrize(
+    ("checkpoint", "format", "scales"),
+    [(*each, least_squares) for each in FORMATS_OF_FAMILIES] + [(*FORMATS_OF_FAMILIES[0], default_scales)],
+    indirect=["checkpoint"],
+)
 def test_each_group_errs_no_more_than_with_plain_rounding(checkpoint, format, scales):
     """By the sum that is searched; before o's and down's factors rescale rows of v and up."""
     inputs = collect_inputs(exact_decoder(checkpoint), TEXT)
@@ -243,9 +246,9 @@ def test_a_text_that_is_none_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_on_real_layers_the_output_errs_less_than_with_plain_rounding(smollm2):
-    """SmolLM2's first layers, on another text than the calibration's."""
-    errors = real_errors(locate(str(smollm2)).open(), "nvfp4", num_layers=2)
+def test_on_a_real_layer_the_output_errs_less_than_with_plain_rounding(smollm2):
+    """SmolLM2's first layer, on another text than the calibration's."""
+    errors = real_errors(locate(str(smollm2)).open(), "nvfp4", num_layers=1)
     assert errors["awq"] < 0.97 * errors["plain"]
 
 

@@ -219,6 +219,17 @@ def test_a_reward_imports_what_lies_beside_its_file_or_in_the_working_folder(tmp
         del sys.modules["beside_a_reward"]
 
 
+def test_a_reward_edited_within_a_second_is_read_anew(tmp_path, monkeypatch):
+    """Its .pyc would be taken for that of the edited file: both have one size and one second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path, found = tmp_path / "edited.py", []
+    for value in (1, 2):
+        path.write_text(f"def score(**columns):\n    return {value}\n")
+        os.utime(path, (1e9, 1e9))
+        found.append(imported(f"{path}:score", "task.rewards")())
+    assert found == [1, 2] and not (tmp_path / "__pycache__").exists()
+
+
 def test_a_reward_is_taken_from_a_module(pool, tmp_path, monkeypatch):
     (tmp_path / "some_rewards.py").write_text("def judge(completions): return [0.75]\n")
     monkeypatch.syspath_prepend(tmp_path)

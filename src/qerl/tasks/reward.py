@@ -14,6 +14,7 @@ ms. A function runs in a forked process: it cannot use CUDA, and changes to its 
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
@@ -376,9 +377,16 @@ def with_absolute_path(name: str) -> str:
     return f"{Path(file).absolute()}:{attribute}" if colon and file.endswith(".py") else name
 
 
+class _UncachedLoader(importlib.machinery.SourceFileLoader):
+    """Compiles the file itself: Python takes a .pyc for its own if second and size of the last edit agree."""
+
+    def path_stats(self, path: str) -> dict[str, Any]:
+        raise OSError  # as of a source without a time: no .pyc is read or written
+
+
 def _file_module(path: str) -> ModuleType:
     name = f"qerl_reward_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_UncachedLoader(name, path))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses, for example, look up their module

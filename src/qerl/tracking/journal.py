@@ -90,8 +90,8 @@ class Journal:
         self._display = kind(console, num_steps, str(folder))
         self._stopwatch = Stopwatch(self._display.phase)
         self._carried: dict[str, float] = {}
-        # The thread that writes checkpoints notes them; a signal handler may note within a note.
-        self._events_lock = threading.RLock()
+        # The threads that write checkpoints and that tell of a signal note too.
+        self._events_lock = threading.Lock()
 
     @property
     def result(self) -> dict[str, Any] | None:

@@ -157,7 +157,7 @@ class JsonLines:
         self._file.close()
 
     def _open(self) -> None:
-        # Unbuffered: a signal handler may append during an append, which a buffered file does not allow.
+        # Unbuffered: a write that fails, as on a full disk, leaves nothing for close() to write.
         self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115
 
     def _observe(self) -> None:

@@ -1,11 +1,18 @@
-"""Ctrl-C and SIGTERM: during a step they wait until it is saved; otherwise they end the run at once."""
+"""Ctrl-C and SIGTERM: during a step they wait until it is saved; otherwise they end the run at once.
 
+The handler only records the signal, and a thread tells of it: Python runs a handler within any call of the
+main thread, and if that is the write of a line to the console, a second write there raises RuntimeError.
+"""
+
+import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+from qerl.errors import RunError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
@@ -20,12 +27,14 @@ class StopSignal:
     """Record the first signal while deferred; raise SystemExit on a second one, or on one outside."""
 
     def __init__(self, announce: Callable[[str], None], *, echo_s: float = 0.0):
-        """echo_s: a signal within so many seconds of the first is the same one, forwarded by a launcher."""
+        """announce: called in a thread. echo_s: a signal within so many seconds of the first is the same one,
+        forwarded by a launcher."""
         self.requested: int | None = None
         """Number of the received signal; None before one arrives."""
         self._announce, self._echo_s = announce, echo_s
         self._requested_at = 0.0
         self._is_deferring = False
+        self._received: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # its put may be interrupted
 
     @property
     def exit_code(self) -> int:
@@ -39,12 +48,16 @@ class StopSignal:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        teller = threading.Thread(target=self._tell, name="signals", daemon=True)
+        teller.start()
         previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
         try:
             yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+            self._received.put(None)
+            teller.join()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -65,5 +78,10 @@ class StopSignal:
         self.request(number)
         if not (is_first and self._is_deferring):
             raise SystemExit(128 + number)
-        name = signal.Signals(number).name
-        self._announce(f"{name}: finishing and saving this step; press again to stop at once")
+        self._received.put(number)
+
+    def _tell(self) -> None:
+        while (number := self._received.get()) is not None:
+            with suppress(OSError, RunError):  # a full disk or closed console, as the next line finds
+                name = signal.Signals(number).name
+                self._announce(f"{name}: finishing and saving this step; press again to stop at once")
