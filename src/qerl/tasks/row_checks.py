@@ -39,7 +39,7 @@ def row_notice(
         f"unusable and left out ({examples(renderer)})": len(renderer.faults),
         f"longer than {max_prompt_tokens} tokens, which sample.max_tokens leaves, and skipped": num_long,
         f"without {config.answer_column}, so that a sample gets no reward": reads_answer * no_answer,
-        "a chat that ends with an assistant's turn, which the model goes on with": last,
+        "a chat that ends with an assistant's turn, which the model continues": last,
     }
     if reads_answer and "code" in config.rewards:
         num_without, example = _count_untestable(rows, config.answer_column)

@@ -132,7 +132,7 @@ def check_sources(
     if names and not accept_changes:
         told = [f"{name} ({shown(old.get(name))}, now {shown(new.get(name))})" for name in names]
         raise UserError(
-            f"{path}: the run began with another {', and another '.join(told)}; --accept-changes goes on with"
+            f"{path}: the run began with another {', and another '.join(told)}; --accept-changes resumes with"
             " the present one, --out begins another run"
         )
     return {f"sources.{name}": (old.get(name), new.get(name)) for name in names}

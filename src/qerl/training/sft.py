@@ -2,11 +2,11 @@
 
 A demonstration is a group of one sample with advantage 1, and the loss `nll` then is the cross entropy of its
 learned tokens, averaged over the tokens of the step. Adapter, packing, optimizer, checkpoints, ranks and the
-run's folder are those of reinforcement learning; `qerl train --init-adapter` goes on from a checkpoint.
+run's folder are those of reinforcement learning; `qerl train --init-adapter` starts from a checkpoint.
 
     nll          mean negative log-likelihood of the step's learned tokens, before its update
     eval_nll     the same of the evaluation rows, before, during and after training
-    looks        greedy answers to the first evaluation rows, in samples.jsonl
+    samples      greedy answers to the first evaluation rows, in samples.jsonl
 """
 
 import dataclasses
@@ -200,15 +200,15 @@ class _SftSession:
             if every is not None and (step + 1) % every == 0 and self.rows.evaluated:
                 with log.span("evaluate"):
                     log.add(eval_nll=self.mean_loss())
-                self.look(log)
+                self.sample(log)
             elif step + 1 == config.num_steps:
-                self.look(log)
+                self.sample(log)
             log.add(**self.ranks.take_traffic())
             self.metrics = dict(log.metrics)
 
-    def look(self, log: StepLog) -> None:
+    def sample(self, log: StepLog) -> None:
         """Record greedy answers to the first evaluation rows."""
-        shown = self.rows.evaluated[: self.config.sft.num_looks]
+        shown = self.rows.evaluated[: self.config.sft.num_eval_samples]
         prompts = [each.prompt(len(self.rows.learned) + i) for i, each in enumerate(shown)]
         limit = self.decoder.max_positions - self.config.sample.max_tokens
         prompts = [prompt for prompt in prompts if len(prompt.tokens_T) <= limit]
