@@ -46,8 +46,8 @@ def row_notice(
         counts[f"whose {config.answer_column} cannot be run, so that a sample gets no reward{example}"] = (
             num_without
         )
-    told = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-    return f"{rows.name}: of {num_checked:,} rows {told}" if told else None
+    text = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    return f"{rows.name}: of {num_checked:,} rows {text}" if text else None
 
 
 def examples(renderer: Renderer) -> str:

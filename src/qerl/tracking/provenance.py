@@ -130,10 +130,10 @@ def check_sources(
     """Return {"sources.NAME": (old, new)} of the hashes that differ; raise UserError unless accepted."""
     names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
     if names and not accept_changes:
-        told = [f"{name} ({shown(old.get(name))}, now {shown(new.get(name))})" for name in names]
+        differing = [f"{name} ({shown(old.get(name))}, now {shown(new.get(name))})" for name in names]
         raise UserError(
-            f"{path}: the run began with another {', and another '.join(told)}; --accept-changes resumes with"
-            " the present one, --out begins another run"
+            f"{path}: the run began with another {', and another '.join(differing)}; --accept-changes resumes"
+            " with the present one, --out begins another run"
         )
     return {f"sources.{name}": (old.get(name), new.get(name)) for name in names}
 

@@ -154,7 +154,7 @@ class _SftSession:
         self.config, self.folder, self.journal, self.stop = config, folder, journal, stop
         self.ranks, self.rows, self.observer = ranks, rows, observer
         self.metrics: dict[str, float] = {}
-        self.is_compile_told = False
+        self.has_reported_compiling = False
         checkpoint = locate(config.model.path).open()
         layout = checkpoint_notices(checkpoint, config.model.format)
         for text in [*rows.notices, *layout, *skipped_notices(checkpoint)]:
@@ -221,9 +221,9 @@ class _SftSession:
                 prompts, num_samples=1, sampling=sampling, seed=self.config.seed, step=EVALUATION_STEP
             )
         log.samples(groups)
-        if not self.is_compile_told and (report := TALLY.report()) is not None:
+        if not self.has_reported_compiling and (report := TALLY.report()) is not None:
             self.journal.notice(str(report))
-            self.is_compile_told = True
+            self.has_reported_compiling = True
 
     def mean_loss(self) -> float:
         """Return the mean negative log-likelihood of the evaluation rows' learned tokens."""
