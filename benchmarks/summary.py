@@ -88,7 +88,7 @@ def speed_table(rows: list[Row]) -> str:
     title = (
         "Qwen2.5 shapes, random weights, 256-token prompts; medians of at least 3 runs. The ratio says how"
         " many times faster NVFP4 is than BF16 in the same code, or how many times less memory it takes."
-        " The commit of every row stands in docs/speed.md."
+        " A line compares rows of one commit where it can; docs/speed.md shows the latest row of each case."
     )
     columns = [name for gpu in gpus for name in (f"{gpu.split()[0]} NVFP4", "BF16", "ratio")]
     return markdown(title, ["", "KV", "LoRA rank", *columns], lines, [])

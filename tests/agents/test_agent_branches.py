@@ -138,7 +138,8 @@ def test_branches_are_learned_from_with_their_weight_and_without_their_beginning
     (whole,) = split(parts, config, device=torch.device("cpu"))
     (own,) = split(parts[:2], config, device=torch.device("cpu"))
     weights = [
-        sum(float(batch.weights_C.sum()) for batch in each.teaching.batches(10_000)) for each in (own, whole)
+        sum(float(batch.weights_C.sum()) for batch in each.with_gradient.batches(10_000))
+        for each in (own, whole)
     ]
     assert weights[1] - weights[0] == pytest.approx(config.algo.deep.weight * weights[0], rel=1e-5)
 

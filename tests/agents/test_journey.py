@@ -17,7 +17,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("openai")
 PAGE = Path(__file__).parents[2] / "docs" / "journey.md"
 SMALL = {
-    "sft": "--model.dtype fp32 --batch-size 16 --max-steps 4 --max-length 96 --look-tokens 8",
+    "sft": "--model.dtype fp32 --batch-size 16 --max-steps 4 --max-length 96 --eval-max-tokens 8",
     "train": "--model.dtype fp32 --num-steps 2 --num-prompts 2 --num-generations 4 --sample.max-tokens 8"
     " --evaluate.num-prompts 2 --agent.context-tokens 256",
 }

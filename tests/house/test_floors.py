@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import graphlib
 import re
 from pathlib import Path
 
@@ -63,6 +64,28 @@ def test_nothing_outgrows_a_screen(path):
     long = {f.name: n for f in functions if (n := f.end_lineno - f.lineno + 1) > MAX_FUNCTION_LINES}
     assert not long
     assert path.read_text().count("\n") <= MAX_FILE_LINES
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """Return the modules that a file imports, deferred imports too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & modules or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return (found & modules) - {module_of(path)}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    modules = {module_of(path) for path in FILES}
+    graph = {module_of(path): imported_modules(path, modules) for path in FILES}
+    assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 def test_class_names_are_unique():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qerl.kernels import nvrtc
-from qerl.kernels.compile_ahead import compile_for, compile_launched
+from qerl.kernels.compile_ahead import compile_ahead, compile_for
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
 from qerl.kernels.nvrtc import KernelVariant, compiled, dry_run
 
@@ -95,7 +95,9 @@ def test_what_a_step_would_launch_is_compiled_and_not_launched(tmp_path, monkeyp
     pytest.importorskip("cuda.bindings.nvrtc")
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    report = compile_launched(lambda: (launch(64), launch(80), launch(64)), CPU, workers=2)
+    with dry_run() as variants:
+        launch(64), launch(80), launch(64)
+    report = compile_ahead(variants, CPU, workers=2)
     assert (report.num_kernels, report.num_compiled) == (2, 2)
     assert nvrtc.cubin_path("rotary.cu", {"HEAD": 80, "THREADS": 128}, "sm_89").exists()
 
@@ -108,7 +110,9 @@ def test_a_step_after_compiling_ahead_compiles_nothing(tmp_path, monkeypatch, rn
     device, a = torch.device("cuda"), torch.randn(32, 896, generator=rng).bfloat16().cuda()
     h, weight = torch.randn(9, 896, generator=rng).cuda(), torch.ones(896).cuda()
     kernels = PortableLoraShrink(device)
-    report = compile_launched(lambda: kernels.norm_shrink(h, weight, None, 1e-6, a, 1.0), device)
+    with dry_run() as variants:
+        kernels.norm_shrink(h, weight, None, 1e-6, a, 1.0)
+    report = compile_ahead(variants, device)
     assert report.num_compiled == report.num_kernels == 2
     want = PortableLoraShrink(device).norm_shrink(h, weight, None, 1e-6, a, 1.0)
 

@@ -154,7 +154,7 @@ def test_a_group_without_advantage_is_read_and_never_differentiated(groups):
     learner = tiny_learner(learn={"num_iterations": 2})
     seen = forwards(learner)
     learner.step([groups[0], without_advantage(groups[1])])
-    assert seen == [False, False, True, True]  # silent, old logprobs, two passes
+    assert seen == [False, False, True, True]  # without a gradient, old logprobs, two passes
 
 
 def test_the_reference_costs_one_forward_however_many_passes(groups):

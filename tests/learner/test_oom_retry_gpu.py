@@ -66,7 +66,7 @@ def test_a_step_that_does_not_fit_is_halved_and_learns_the_same():
     assert len(lines) == (2 if size < SEQUENCES * TOKENS // 2 else 1)
     assert f"out of memory in learning: learn.max_tokens_per_microbatch is now {size}" in lines[-1]
     small, _ = learner_of()
-    small._fit.micro_tokens = size
+    small._oom_retry.micro_tokens = size
     small.step(groups)
     assert is_equal(short.adapter_state(), small.adapter_state())
     assert is_equal(short.optimizer_state(), small.optimizer_state())

@@ -82,4 +82,4 @@ def test_a_mismatch_shows_by_token_by_quarter_and_by_sample():
 def _shares(groups, learner):
     from qerl.learner.minibatch import split
 
-    return [share.silent for share in split(groups, learner.config, device=learner.decoder.device)]
+    return [share.without_gradient for share in split(groups, learner.config, device=learner.decoder.device)]

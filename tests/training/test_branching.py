@@ -132,7 +132,7 @@ def test_branches_without_any_reward_do_not_end_the_run():
     assert {s.reward for g in groups[2:] for s in g.samples_G} == {None}
     assert metrics["branches"] == 8 and "branch_accuracy" not in metrics
     (share,) = split(groups, CONFIG, device=torch.device("cpu"))
-    assert share.num_samples == 2 + 3 and len(share.teaching.batches(1000)) == 1
+    assert share.num_samples == 2 + 3 and len(share.with_gradient.batches(1000)) == 1
 
 
 def test_a_pivots_place_is_named_by_seed_step_prompt_and_sample():
@@ -181,7 +181,7 @@ def test_a_branch_token_weighs_as_in_a_loss_of_branches_times_the_weight():
     plain = [Group(prompt=prompt(i, [1]), samples_G=[sample([2] * n) for n in (1, 2, 4)]) for i in range(2)]
     branches = Group(prompt=prompt(1, [1]), samples_G=[sample([2] * 3), sample([2] * 7)], prefix_tokens=2)
     (share,) = split([*plain, branches], CONFIG, device=torch.device("cpu"))
-    (batch,) = share.teaching.batches(1000)
+    (batch,) = share.with_gradient.batches(1000)
     assert batch.weights_C.tolist() == pytest.approx(
         2 * [1 / 6, *[1 / 12] * 2, *[1 / 24] * 4] + [0.25] + 5 * [0.05]
     )

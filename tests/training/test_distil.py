@@ -45,7 +45,7 @@ def files(tmp_path_factory):
         "out": folder / "teacher",
         "batch-size": 8,
         "max-steps": 8,
-        "look-tokens": 3,
+        "eval-max-tokens": 3,
         "learn.learning-rate": 0.05,
     }
     command(["sft", *(part for name, value in sft.items() for part in (f"--{name}", str(value)))])

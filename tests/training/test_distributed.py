@@ -308,10 +308,10 @@ def test_what_is_learned_from_is_dealt_out_by_its_rows(rng):
     config = run_config(num_prompts=9)
     whole = split(groups, config, device=torch.device("cpu"))[0]
     parts = [split(groups, config, device=torch.device("cpu"), ranks=Ranks(i, 4))[0] for i in range(4)]
-    indices = [group.prompt.index for part in parts for group in part.teaching.groups]
+    indices = [group.prompt.index for part in parts for group in part.with_gradient.groups]
     assert sorted(indices) == list(range(9))
-    rows = [sum(len(b.tokens_T) for b in part.teaching.batches(10_000)) for part in parts]
+    rows = [sum(len(b.tokens_T) for b in part.with_gradient.batches(10_000)) for part in parts]
     longest = max(len(g.prompt.tokens_T) + sum(len(s.tokens_T) for s in g.samples_G) for g in groups)
     assert max(rows) - min(rows) <= longest
-    weights = [b.weights_C for part in (whole, *parts) for b in part.teaching.batches(10_000)]
+    weights = [b.weights_C for part in (whole, *parts) for b in part.with_gradient.batches(10_000)]
     assert math.isclose(weights[0].sum(), sum(w.sum() for w in weights[1:]), rel_tol=1e-6)

@@ -48,8 +48,8 @@ def options(files, out, *more):
         "batch-size": 8,
         "max-steps": STEPS,
         "eval-fraction": 0.2,
-        "look-tokens": 5,
-        "num-looks": 2,
+        "eval-max-tokens": 5,
+        "num-eval-samples": 2,
         "checkpoint.every": 2,
         "evaluate.every": 3,
         "learn.learning-rate": 0.02,
@@ -122,8 +122,8 @@ def test_it_learns_what_it_is_shown(unbroken):
     assert after["nll"] < before["nll"] - 0.3 and after["perplexity"] == math.exp(after["nll"])
     losses = [step["nll"] for step in metrics(unbroken)]
     assert losses[-1] < losses[0] - 0.3
-    looks = [json.loads(line) for line in (unbroken / "samples.jsonl").read_text().splitlines()]
-    assert {look["step"] for look in looks} == {2, 5} and {look["answer"] for look in looks} == {"yes"}
+    shown = [json.loads(line) for line in (unbroken / "samples.jsonl").read_text().splitlines()]
+    assert {each["step"] for each in shown} == {2, 5} and {each["answer"] for each in shown} == {"yes"}
     report = (unbroken / "report.html").read_text()
     assert "supervised fine-tuning" in report and "Held-out loss" in report and "nats per token" in report
 
@@ -174,7 +174,7 @@ def test_two_ranks_learn_what_one_does(files, unbroken, tmp_path):
 
 def test_what_was_compiled_to_sample_is_said_once(files, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(CompileTally, "report", lambda self: "kernels: 3 compiled in 2 s")
-    command(["sft", *options(files, tmp_path)])  # two looks
+    command(["sft", *options(files, tmp_path)])  # two evaluations
     assert capsys.readouterr().out.count("kernels: 3 compiled in 2 s") == 1
 
 

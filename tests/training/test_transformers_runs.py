@@ -82,7 +82,7 @@ def test_sft_eval_and_generate_take_the_model(folder, capsys):
     call(
         "sft", "--data", folder / "chats.jsonl", "--out", folder / "sft", *model, "--max-steps", "12",
         "--batch-size", "4", "--adapter.rank", "4", "--learn.learning-rate", "0.05",
-        "--learn.warmup-ratio", "0", "--look-tokens", "4",
+        "--learn.warmup-ratio", "0", "--eval-max-tokens", "4",
     )  # fmt: skip
     losses = [json.loads(line) for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["nll"] for line in losses if "nll" in line]

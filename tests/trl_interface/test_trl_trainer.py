@@ -265,7 +265,7 @@ def test_a_checkpoint_of_another_run_is_where_a_new_one_begins(model, tmp_path):
     trainer = GRPOTrainer(model, reward_len, arguments(second, max_steps=3), PLAIN)
     trainer.train(resume_from_checkpoint=str(newest))
     assert [step["step"] for step in lines(second, "metrics")] == [2]
-    with pytest.raises(UserError, match="holds step-000003, with which the run goes on"):
+    with pytest.raises(UserError, match="holds step-000003, from which the run resumes"):
         trainer.train(resume_from_checkpoint=str(newest))
     with pytest.raises(UserError, match=r"manifest\.json: missing"):
         trainer.train(resume_from_checkpoint=str(tmp_path))

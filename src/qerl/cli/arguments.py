@@ -85,7 +85,7 @@ def check_known(name: str, known: Iterable[str], kind: str) -> str:
 def check_recipe(name: str, known: Iterable[str], command: str) -> str:
     """Return the name; raise UserError if it is no recipe, with the option that takes a file of rows."""
     if name not in known and name.endswith((".jsonl", ".json", ".parquet", ".csv")):
-        raise UserError(f"{name} is no recipe; rows of your own: qerl {command} --task {name}")
+        raise UserError(f"{name} is not a recipe; rows of your own: qerl {command} --task {name}")
     return check_known(name, known, "recipe")
 
 

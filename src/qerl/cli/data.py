@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import SftConfig, TaskConfig
 from qerl.config.check import check_not_negative, check_positive
+from qerl.config.renamed import refuse_former_options
 from qerl.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def run(arguments: list[str]) -> None:
     names, arguments = split_names(arguments)
     if len(names) != 1:
         raise UserError("data needs one file of rows or hub id: qerl data rows.jsonl")
+    refuse_former_options("data", arguments)
     options = parse_options(DataOptions, arguments, f"data {names[0]}", DataOptions(), DESCRIPTION)
     announce(f"data {names[0]}, tokens of {options.model}", sys.stderr if options.json else sys.stdout)
     from qerl.models.source import locate

@@ -23,12 +23,13 @@ from qerl.config import (
     SftConfig,
 )
 from qerl.config.check import check_positive
+from qerl.config.renamed import refuse_former_options
 from qerl.errors import UserError, require
 
 DESCRIPTION = f"""{__doc__}
 
   qerl sft --data chats.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --out runs/sft
-  qerl train --init-adapter runs/sft --task ... goes on with rewards
+  qerl train --init-adapter runs/sft --task ... continues with rewards
 
 short options:
   --model MODEL           same as --model.path
@@ -57,8 +58,8 @@ class SftOptions:
     max_steps: int | None = None
     """Number of steps; None: as many as the epochs take."""
 
-    look_tokens: int = 128
-    """Maximum tokens of an answer that is sampled to look at."""
+    eval_max_tokens: int = 128
+    """Maximum tokens of such an answer to an evaluation row (num_eval_samples)."""
 
     accept_changes: bool = False
     """Resume although the rows differ from those that the run began with."""
@@ -79,7 +80,7 @@ class SftOptions:
     checkpoint: CheckpointConfig = _CHECKPOINT
 
     def __post_init__(self):
-        check_positive(self, "batch_size", "max_steps", "look_tokens")
+        check_positive(self, "batch_size", "max_steps", "eval_max_tokens")
         learn = self.learn
         require(
             learn.updates_per_step == learn.num_iterations == 1,
@@ -92,6 +93,7 @@ def run(arguments: list[str]) -> None:
         parse_options(SftOptions, arguments, "sft", description=DESCRIPTION)
     adapter, arguments = take_init_adapter(arguments)
     arguments = expand(arguments, _SHORT)
+    refuse_former_options("sft", arguments)
     default = SftOptions() if adapter is None else SftOptions(adapter=adapter)
     options = parse_options(SftOptions, arguments, "sft", default, DESCRIPTION)
     if not options.sft.data:
@@ -120,7 +122,7 @@ def run_config(options: SftOptions) -> RunConfig:
         loggers=options.loggers,
         model=options.model,
         adapter=options.adapter,
-        sample=SampleConfig(max_tokens=options.look_tokens),
+        sample=SampleConfig(max_tokens=options.eval_max_tokens),
         noise=NoiseConfig(schedule="none"),
         algo=AlgoConfig(loss_type="nll", importance="none"),
         learn=options.learn,

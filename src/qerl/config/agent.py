@@ -32,7 +32,7 @@ class AgentConfig:
 
     tool_timeout_s: float | None = None
     """A tool call, or another step, of an environment of verifiers or OpenEnv fails after so many seconds.
-    None: after those of the package, 600 and 60. An agent of your own limits its tools itself."""
+    None: the package's limit, 600 or 60. An agent of your own limits its tools itself."""
 
     episode_timeout_s: float = 900.0
     """An episode that is not over after so many seconds is broken: its sample gets no reward."""

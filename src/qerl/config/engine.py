@@ -14,7 +14,7 @@ class EngineConfig:
 
     kv_cache_gb: float | None = None
     """Memory limit of the KV cache, in 1e9 bytes. None: 1 on a CPU; on a GPU 90 % of what is free after the
-    model and a prefill's working memory. Learning uses the same memory in its turn."""
+    model and a prefill's working memory. While the learner updates, it uses the same memory."""
 
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Dtype of keys and values: auto is model.dtype; fp8 has one scale per token and head."""

@@ -73,7 +73,7 @@ class JudgeConfig:
     """Price of a million tokens of its replies."""
 
     cache: str | None = None
-    """Folder of the replies, which are never asked for twice; None: judge in $QERL_CACHE, by default
+    """Folder that caches the replies; None: the folder judge in $QERL_CACHE, by default
     ~/.cache/qerl."""
 
     def __post_init__(self):

@@ -32,8 +32,9 @@ class ModelConfig:
     differ, which algo.importance corrects. None: sampler and learner share one copy."""
 
     head_format: Literal["bf16", "fp8", "nvfp4"] = "bf16"
-    """Format of the LM head, in sampling and in learning. bf16: model.dtype, as the embedding (whose table it
-    is if they are tied). nvfp4 needs a vocabulary divisible by 64 and a width divisible by 16."""
+    """Format of the LM head, in sampling and in learning. bf16: in model.dtype, like the embedding,
+    with which a tied head shares its table. nvfp4 needs a vocabulary divisible by 64 and a width divisible
+    by 16."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a CUDA device if there is one."""
@@ -84,10 +85,10 @@ class AdapterConfig:
 
     experts: Literal["none", "per_expert", "shared_a", "shared_b"] = "none"
     """Adapters of the experts of a mixture. per_expert: A and B of each. shared_a, shared_b: the experts of a
-    layer share this one of the two."""
+    layer share one A, or one B."""
 
     expert_rank: int = 4
-    """LoRA rank of the experts' adapters, whose output is multiplied by alpha / rank as all others' is."""
+    """LoRA rank of the experts' adapters. They are scaled by alpha / rank, like all adapters."""
 
     init_from: str | None = None
     """A PEFT adapter folder to start from. A KL penalty still uses the model without adapter as reference."""

@@ -38,6 +38,7 @@ FIELDS = {
     "noise.control.quiet_steps": "noise.control.warmup_steps",
     "evaluate.right_from": "evaluate.success_threshold",
     "ray.num_ahead": "ray.max_staleness",
+    "sft.num_looks": "sft.num_eval_samples",
 }
 VALUES = {
     "engine.kv_cache_dtype": {"compute": "auto"},
@@ -49,6 +50,8 @@ OPTIONS = {
     "eval": {"right_from": "success_threshold"},
     "generate": {"system": "system_prompt"},
     "serve": {"system": "system_prompt"},
+    "sft": {"num_looks": "num_eval_samples", "look_tokens": "eval_max_tokens"},
+    "data": {},
 }
 """By command, other than train."""
 RECIPES = {"hints": "higher_lower"}

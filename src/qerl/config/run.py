@@ -103,7 +103,7 @@ class RunConfig:
 
     rank_timeout_s: float = 600.0
     """With torchrun: a rank that is frozen for this long is lost; the others save the last step and end. A
-    rank that works is heard, however long its step takes."""
+    rank that runs is not lost, however long its step takes."""
 
     max_mismatch: float | None = None
     """Stop if the mean absolute difference of the sampler's and the learner's logprobs exceeds this, in

@@ -27,11 +27,11 @@ class SftConfig:
     """Number of passes over the rows."""
 
     max_length: int | None = 2048
-    """Tokens of a row; what is beyond is cut off. None: as many as the model has positions."""
+    """Maximum tokens of a row; longer rows are cut. None: as many as the model has positions."""
 
     packing: bool = False
-    """Count blocks instead of rows in a batch: whole rows, of max_length tokens together at most. Nothing is
-    padded in either case."""
+    """Count blocks instead of rows in a batch. A block has whole rows of at most max_length tokens together.
+    Nothing is padded in either case."""
 
     assistant_only_loss: bool = True
     """Learn only what the assistant says, or the completion; else every token after the first. A text without
@@ -40,12 +40,12 @@ class SftConfig:
     text_column: str = "text"
     """Column of rows that are plain texts."""
 
-    num_looks: int = 4
-    """Number of evaluation rows whose first answer is sampled, greedily, at each evaluation; the one before
-    training takes none."""
+    num_eval_samples: int = 4
+    """Number of evaluation rows that the model answers greedily at each evaluation but the first, for the
+    report."""
 
     def __post_init__(self):
         check_positive(self, "num_train_epochs", "max_length", prefix="sft.")
-        check_not_negative(self, "num_looks", prefix="sft.")
+        check_not_negative(self, "num_eval_samples", prefix="sft.")
         share = self.eval_fraction
         require(0 <= share < 1, f"sft.eval_fraction must be in [0, 1), got {share}")

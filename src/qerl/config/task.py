@@ -128,7 +128,7 @@ class TaskConfig:
     if `judge` is the only reward: computing workers slow PyTorch on the same CPU cores."""
 
     reward_memory_gb: float = 8.0
-    """Memory that each of them may map beyond what it starts with; more raises MemoryError (Linux only)."""
+    """Memory that each such process may map beyond what it starts with; more raises MemoryError (Linux)."""
 
     code: CodeConfig = CodeConfig()
     """Settings of the reward `code`, which runs a sample's Python program against the tests in

@@ -33,7 +33,7 @@ from qerl.kernels.compile_tally import CompileReport
 from qerl.kernels.decode_shape import CHUNK
 from qerl.kernels.grouped_hopper import HopperGroupedProduct
 from qerl.kernels.grouped_product import GroupedProduct
-from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head, head_sampler
+from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
 from qerl.kernels.nvrtc import KernelVariant
@@ -214,10 +214,17 @@ class RunnerCache:
         if head is None:
             return TorchSampler(self._decoder, sampling, self._stop_tokens)
         if self._head is None:
-            lm_head, on_hopper = self._decoder.lm_head, self.kernels == "hopper"
-            factors = {"scale": lm_head.scale, "softcap": lm_head.softcap}
-            self._head = head_sampler(head, self._rows, self._decoder.device, on_hopper=on_hopper, **factors)
+            self._head = self._head_kernels(head)
         return FusedSampler(self._head, sampling.temperature, self._stop_tokens)
+
+    def _head_kernels(self, head: Head) -> HeadSample:
+        lm_head, device = self._decoder.lm_head, self._decoder.device
+        if self.kernels == "hopper":
+            return HeadSample(head, self._rows, device, scale=lm_head.scale, softcap=lm_head.softcap)
+        from qerl.kernels.head_portable import PortableHeadSample  # triton is installed only with a GPU
+
+        assert not isinstance(head, NVFP4Head)  # kernel_head
+        return PortableHeadSample(head, self._rows, device, scale=lm_head.scale, softcap=lm_head.softcap)
 
 
 def exact_mode_obstacle(a: Architecture) -> str | None:

@@ -1,6 +1,6 @@
 """Fill the disk cache of compiled kernels in parallel, before the first of them is launched.
 
-    report = compile_launched(lambda: forward(state, num_rows), device)
+    report = compile_ahead(variants, device)
     BackgroundCompiler(lambda: planned_kernels(...), "sm_90a").start()      while weights are read
 
 A dry run (nvrtc.py) tells which kernels that are, so that no list can be out of date. PyTorch's operations in
@@ -21,18 +21,9 @@ import torch
 
 from qerl.kernels.architectures import architecture_name
 from qerl.kernels.compile_tally import TALLY, CompileReport
-from qerl.kernels.nvrtc import KernelVariant, cached_cubin, cubin_path, dry_run
+from qerl.kernels.nvrtc import KernelVariant, cached_cubin, cubin_path
 
 _MOST_WORKERS = 16  # a compilation takes up to 0.2 GB
-
-
-def compile_launched(
-    step: Callable[[], object], device: torch.device, *, workers: int | None = None
-) -> CompileReport:
-    """Compile what a call of `step` would launch, without launching it."""
-    with torch.no_grad(), dry_run() as variants:
-        step()
-    return compile_ahead(variants, device, workers=workers)
 
 
 def compile_ahead(

@@ -215,25 +215,6 @@ def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     return HeadTile(0, tokens, 2, 64, 1, split=int(tokens <= 128))
 
 
-def head_sampler(
-    head: Head,
-    max_rows: int,
-    device: torch.device,
-    *,
-    on_hopper: bool,
-    scale: float = 1.0,
-    softcap: float | None = None,
-) -> "HeadSample":
-    """Return the sampler for a Hopper GPU, or the one for any."""
-    if on_hopper:
-        return HeadSample(head, max_rows, device, scale=scale, softcap=softcap)
-    if isinstance(head, NVFP4Head):
-        raise ValueError("an nvfp4 head needs a Hopper GPU; use bf16 or fp8 on this one")
-    from qerl.kernels.head_portable import PortableHeadSample  # triton is installed only with a GPU
-
-    return PortableHeadSample(head, max_rows, device, scale=scale, softcap=softcap)
-
-
 class HeadSample:
     """The kernels for one head, compiled on first use, and their workspace. Use one object per stream."""
 

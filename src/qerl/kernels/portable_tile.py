@@ -119,8 +119,8 @@ class PortableChoice:
             return None
         forms = self.row_warps, self.token_warps, self.row_blocks
         one = PortableTile(tokens, *forms, k_block, 1, self.ctas_per_sm, layout)
-        room = min(card.shared_bytes, card.sm_shared_bytes // self.ctas_per_sm - 1024)
-        stages = min(room // one.stage_bytes, _MOST_STAGES)
+        free_bytes = min(card.shared_bytes, card.sm_shared_bytes // self.ctas_per_sm - 1024)
+        stages = min(free_bytes // one.stage_bytes, _MOST_STAGES)
         fits = one.sums <= _MOST_SUMS and one.workspace_words(1) <= MOST_SUMS_PER_SM
         if stages < _LEAST_STAGES or not fits or one.rows % TILE_ROWS:
             return None

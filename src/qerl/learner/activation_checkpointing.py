@@ -129,9 +129,9 @@ def _grad(
 
 
 def _on_host(device: torch.device) -> Callable[[], RunLayer]:
-    lane = torch.cuda.Stream(device) if device.type == "cuda" else None
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     most_bytes = usable_host_bytes()  # now: later passes use the memory of the first again
-    return lambda: checkpoint_layers(OnHost(device, lane, most_bytes))
+    return lambda: checkpoint_layers(OnHost(device, stream, most_bytes))
 
 
 # By device: the factory of each pass's RunLayer.

@@ -50,23 +50,23 @@ class OnHost:
     """Layer inputs of one pass, put in the layers' order and taken in reverse order. Memory in use is tracked
     by references: streams wait before one is dropped."""
 
-    def __init__(self, device: torch.device, lane: torch.cuda.Stream | None, most_bytes: float = math.inf):
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None, most_bytes: float = math.inf):
         """most_bytes: of host memory."""
-        self._device, self._lane, self._room = device, lane, most_bytes
+        self._device, self._stream, self._left_bytes = device, stream, most_bytes
         self._staying: dict[int, Tensor] = {}
         self._leaving: dict[int, _Copy] = {}
         self._hosted: dict[int, _HostTensor] = {}
         self._coming: dict[int, _Copy] = {}
 
     def put(self, layer_index: int, h_TD: Tensor) -> None:
-        if h_TD.nbytes > self._room:
-            self._room = 0  # all that follow stay too
+        if h_TD.nbytes > self._left_bytes:
+            self._left_bytes = 0  # all that follow stay too
             self._staying[layer_index] = h_TD
             return
-        self._room -= h_TD.nbytes
+        self._left_bytes -= h_TD.nbytes
         if len(self._leaving) == _LEAVING:
             self._leaving.pop(min(self._leaving)).wait()
-        self._hosted[layer_index] = hosted = _HostTensor(h_TD, is_pinned=self._lane is not None)
+        self._hosted[layer_index] = hosted = _HostTensor(h_TD, is_pinned=self._stream is not None)
         pairs = [(piece, part) for part, piece in hosted.pairs(h_TD.contiguous())]
         self._leaving[layer_index] = self._copy(h_TD, pairs)
 
@@ -92,12 +92,12 @@ class OnHost:
 
     def _copy(self, h_TD: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> _Copy:
         """Copy the second of each pair into the first."""
-        if self._lane is None:
+        if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
             return _Copy(h_TD, None)
-        self._lane.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._lane):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             is_done = torch.cuda.Event()

@@ -96,22 +96,22 @@ class Learner:
         self._loss = LOSSES[config.algo.loss_type]
         self._optimizer = new_optimizer(self._masters, config.learn)
         self._forward = forward_of(decoder, config)
-        self._fit = OomRetry(config.learn.max_tokens_per_microbatch, decoder.device, notice)
+        self._oom_retry = OomRetry(config.learn.max_tokens_per_microbatch, decoder.device, notice)
 
     def step(self, groups: list[Group]) -> dict[str, float]:
         """Learn from the samples that have a reward, with their advantages. A step with nothing to learn
         changes no weight but counts its updates. Every rank receives all groups."""
         shares = split(groups, self.config, device=self.decoder.device, ranks=self._ranks)
         reads_ahead = len(shares) * self.config.learn.num_iterations > 1
-        silent = [reading for share in shares for reading in self._read(share.silent)]
-        before = [self._read(share.teaching) if reads_ahead else None for share in shares]
+        others = [reading for share in shares for reading in self._read(share.without_gradient)]
+        before = [self._read(share.with_gradient) if reads_ahead else None for share in shares]
         updates = [
             self._update(share, old)
             for _ in range(self.config.learn.num_iterations)
             for share, old in zip(shares, before, strict=True)
         ]
-        taught = [lesson.before for update in updates[: len(shares)] for lesson in update.lessons]
-        own = sampling_tallies(silent + taught) | update_tallies(updates)
+        learned = [result.before for update in updates[: len(shares)] for result in update.results]
+        own = sampling_tallies(others + learned) | update_tallies(updates)
         tallies = added(self._ranks.gather(own))
         if self._ranks.count > 1:
             norm = torch.nn.utils.get_total_norm([master.detach() for master in self._masters.values()])
@@ -127,25 +127,27 @@ class Learner:
     def read(self, groups: list[Group]) -> list[BatchMetrics]:
         """Return the learner's values for the tokens of this rank's share of groups. Nothing is updated."""
         (share,) = split(groups, self.config, device=self.decoder.device, ranks=self._ranks)
-        return self._read(share.teaching)
+        return self._read(share.with_gradient)
 
     @property
     def micro_tokens(self) -> int:
         """config.learn.max_tokens_per_microbatch, or the smaller size that fitted."""
-        return self._fit.micro_tokens
+        return self._oom_retry.micro_tokens
 
     def _update(self, share: Minibatch, before: list[BatchMetrics] | None) -> Update:
         rate = learning_rate(self.version, num_updates=self.config.num_updates, learn=self.config.learn)
         self.version += 1
-        exact_C = self._exact(share.teaching)
-        lessons = self._fit.run(
-            share.teaching, lambda batches: self._learn_all(batches, exact_C, before), self._let_go
+        exact_C = self._exact(share.with_gradient)
+        results = self._oom_retry.run(
+            share.with_gradient,
+            lambda batches: self._learn_all(batches, exact_C, before),
+            self._release_operands,
         )
-        grad_norm = self._apply(rate) if share.is_taught else None
-        if share.is_taught:
+        grad_norm = self._apply(rate) if share.has_gradient else None
+        if share.has_gradient:
             self._count_nonfinite(grad_norm is None)
         return Update(
-            lessons=lessons, is_skipped=not share.is_taught, grad_norm=grad_norm, learning_rate=rate
+            results=results, is_skipped=not share.has_gradient, grad_norm=grad_norm, learning_rate=rate
         )
 
     def _count_nonfinite(self, is_skipped: bool) -> None:
@@ -157,11 +159,11 @@ class Learner:
                 " metrics.jsonl, and try a lower learn.learning_rate"
             )
 
-    def _exact(self, portion: MinibatchPart) -> Tensor | None:
+    def _exact(self, part: MinibatchPart) -> Tensor | None:
         """Score the tokens with the sampler's forward pass; None outside of exact mode."""
-        if self._score is None or not any(group.samples_G for group in portion.groups):
+        if self._score is None or not any(group.samples_G for group in part.groups):
             return None
-        return self._score(portion.groups)
+        return self._score(part.groups)
 
     def _learn_all(
         self, batches: list[PackedBatch], exact_C: Tensor | None, before: list[BatchMetrics] | None
@@ -177,7 +179,7 @@ class Learner:
     def _is_holding(self, batches: list[PackedBatch]) -> bool:
         return self.holds_operands and len(batches) > 1
 
-    def _let_go(self, batches: list[PackedBatch]) -> str | None:
+    def _release_operands(self, batches: list[PackedBatch]) -> str | None:
         if not self._is_holding(batches):
             return None
         self.holds_operands = False
@@ -189,7 +191,7 @@ class Learner:
         """Add the batch's gradient to the masters' grad. Without `before` this pass also gives the first
         logprobs. index: of the batch in its update, for the dropout's masks."""
         at = self.config.seed, _DROPOUT, self.version, index
-        learn = self._imitate if self.config.distil.is_divergence else self._backward
+        learn = self._backward_divergence if self.config.distil.is_divergence else self._backward
         with dropping_inputs(self.decoder, self.config.adapter.dropout, *at):
             return learn(batch, exact_C, before)
 
@@ -248,7 +250,7 @@ class Learner:
         self._ranks.add(grads)
         return grads
 
-    def _imitate(
+    def _backward_divergence(
         self, batch: PackedBatch, exact_C: Tensor | None, known: BatchMetrics | None
     ) -> MinibatchMetrics:
         """Add the gradient of the divergence from the teacher, whose tokens need no correction."""
@@ -279,14 +281,14 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _read(self, portion: MinibatchPart) -> list[BatchMetrics]:
-        exact_C = self._exact(portion)
+    def _read(self, part: MinibatchPart) -> list[BatchMetrics]:
+        exact_C = self._exact(part)
 
         def read_all(batches: list[PackedBatch]) -> list[BatchMetrics]:
             pairs = zip(batches, divided(exact_C, batches), strict=True)
             return [self._reading(batch, exact_C, *self._forward(batch)) for batch, exact_C in pairs]
 
-        return self._fit.run(portion, read_all)
+        return self._oom_retry.run(part, read_all)
 
     @torch.no_grad()
     def _reading(
@@ -334,4 +336,4 @@ class Learner:
         load_state(self._optimizer, self._masters, optimizer)
         self.version = version
         if micro_tokens is not None:
-            self._fit.micro_tokens = micro_tokens
+            self._oom_retry.micro_tokens = micro_tokens

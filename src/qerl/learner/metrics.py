@@ -84,7 +84,7 @@ class MinibatchMetrics:
 class Update:
     """One planned optimizer update."""
 
-    lessons: list[MinibatchMetrics]
+    results: list[MinibatchMetrics]
     """Metrics of this rank's batches."""
     is_skipped: bool
     """True if no rank had anything to learn."""
@@ -178,16 +178,16 @@ def _mismatch(name: str, sampler_C: Tensor, learner_C: Tensor) -> Tallies:
 
 def update_tallies(updates: list[Update]) -> Tallies:
     """Tally the tokens of the applied updates."""
-    lessons = [lesson for u in updates if u.grad_norm is not None for lesson in u.lessons]
-    if not lessons:
+    results = [result for u in updates if u.grad_norm is not None for result in u.results]
+    if not results:
         return {}
-    corrections = [lesson.correction for lesson in lessons]
+    corrections = [result.correction for result in results]
     weight_C = torch.cat([correction.weight_T for correction in corrections]).double()
-    kl = [lesson.kl_C for lesson in lessons if lesson.kl_C is not None]
+    kl = [result.kl_C for result in results if result.kl_C is not None]
     return {
-        "loss": Tally.of([lesson.loss[None] for lesson in lessons]),
-        "ratio": Tally.of([lesson.ratio_C for lesson in lessons]),
-        "held": Tally.of([lesson.held_C for lesson in lessons]),
+        "loss": Tally.of([result.loss[None] for result in results]),
+        "ratio": Tally.of([result.ratio_C for result in results]),
+        "held": Tally.of([result.held_C for result in results]),
         "weight": Tally.of([weight_C]),
         "weight_squared": Tally.of([weight_C.square()]),
         "capped": Tally.of([correction.was_capped_T for correction in corrections]),

@@ -1,13 +1,13 @@
 """Minibatches: split a step's groups by update, weight their tokens, pack them.
 
     weight of a token    over all samples of the update, independent of packing
-    teaching             groups that have a gradient; all of them in distillation
-    silent               groups without any advantage and without KL penalty: their gradient is exactly zero
+    with_gradient        groups that have a gradient; all of them in distillation
+    without_gradient     groups without any advantage and without KL penalty: their gradient is exactly zero
     loss                 of the samples, plus algo.deep.weight times the loss of the branches
 
-A branch's tokens before its pivot count as prompt here. A silent group still counts in the others' weights
-(tests/learn/test_equivalence.py). With several ranks each gets whole groups of every minibatch, balanced by
-the rows of teaching groups; weights are over all ranks.
+A branch's tokens before its pivot count as prompt here. A group without a gradient still counts in the
+weights of the others (tests/learn/test_equivalence.py). With several ranks each gets whole groups of every
+minibatch, balanced by the rows of groups with a gradient; weights are over all ranks.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ class MinibatchPart:
 class Minibatch:
     """Samples of one update, on this rank."""
 
-    teaching: MinibatchPart
-    silent: MinibatchPart
-    is_taught: bool
+    with_gradient: MinibatchPart
+    without_gradient: MinibatchPart
+    has_gradient: bool
     """True if any rank has a token to learn from."""
     num_samples: int
     """Number of samples on all ranks, of both kinds."""
@@ -81,18 +81,18 @@ def _share(
     samples_P: list[Group], branches_P: list[Group], config: RunConfig, device: torch.device, ranks: Ranks
 ) -> Minibatch:
     deep = config.algo.deep
-    known_P = [_learnable(group, config) for group in samples_P]
-    grown_P = [after_prefix(_learnable(group, config)) for group in branches_P]
+    known_P = [_with_rewards(group, config) for group in samples_P]
+    grown_P = [after_prefix(_with_rewards(group, config)) for group in branches_P]
     weights_P_G = _weights(known_P, config, config.num_generations)
     weights_P_G += [[deep.weight * w for w in ws] for ws in _weights(grown_P, config, deep.num_branches)]
     known_P += grown_P
-    teaching, silent = [], []
+    with_gradient, without_gradient = [], []
     for pair in zip(known_P, weights_P_G, strict=True):
-        (teaching if _teaches(pair[0], config) else silent).append(pair)
+        (with_gradient if _has_gradient(pair[0], config) else without_gradient).append(pair)
     return Minibatch(
-        teaching=MinibatchPart(_balanced(teaching, ranks), device),
-        silent=MinibatchPart(_balanced(silent, ranks), device),
-        is_taught=any(weight for _, weights_G in teaching for weight in weights_G),
+        with_gradient=MinibatchPart(_balanced(with_gradient, ranks), device),
+        without_gradient=MinibatchPart(_balanced(without_gradient, ranks), device),
+        has_gradient=any(weight for _, weights_G in with_gradient for weight in weights_G),
         num_samples=sum(len(group.samples_G) for group in known_P),
     )
 
@@ -110,7 +110,7 @@ def _balanced(weighted_P: list[tuple[Group, list[float]]], ranks: Ranks) -> list
     return [pair for p, pair in enumerate(weighted_P) if p in own]
 
 
-def _learnable(group: Group, config: RunConfig) -> Group:
+def _with_rewards(group: Group, config: RunConfig) -> Group:
     """Keep the samples that have a reward, or in distillation the teacher's logprobs."""
     known_G = [s.teacher if config.distil.is_on else s.reward for s in group.samples_G]
     pairs = zip(group.samples_G, known_G, strict=True)
@@ -149,7 +149,7 @@ def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list
     )
 
 
-def _teaches(group: Group, config: RunConfig) -> bool:
+def _has_gradient(group: Group, config: RunConfig) -> bool:
     return (
         config.algo.beta > 0
         or config.distil.is_on

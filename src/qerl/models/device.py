@@ -38,10 +38,10 @@ def choose_kernels(wanted: Kernels | Literal["auto"], device: torch.device) -> K
     if wanted == "auto":
         return best
     if wanted == "hopper":
-        require(best == "hopper", "engine.kernels is hopper, but this is no Hopper GPU; use auto")
+        require(best == "hopper", "engine.kernels is hopper, which needs a Hopper GPU; use auto")
     if wanted == "portable":
         require(
-            best != "torch", "engine.kernels is portable, but this is no NVIDIA GPU from Ampere on; use auto"
+            best != "torch", "engine.kernels is portable, which needs an NVIDIA GPU from Ampere on; use auto"
         )
     return wanted
 

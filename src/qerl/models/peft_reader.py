@@ -85,7 +85,7 @@ def adapter_config(path: str) -> AdapterConfig:
 def _read_settings(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json; raise UserError if it is not plain LoRA."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; an adapter or a run is one")
+        raise UserError(f"{folder}: no such folder; give the folder of an adapter or a run")
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder}: is not a PEFT adapter: {ADAPTER_CONFIG} is missing")
     if not (folder / ADAPTER).is_file():

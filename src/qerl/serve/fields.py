@@ -231,7 +231,7 @@ class RequestBody(Fields, extra="forbid"):
         except ValidationError as error:
             raise api_error(error) from None
         if model is not None and body.model != model:
-            message = f"there is no such model here; there is {model}"
+            message = f"unknown model; this server has {model}"
             raise ApiError(404, message, param="model", code="model_not_found")
         limits = {"n": options.max_samples} | dict.fromkeys(_LENGTHS, options.max_tokens)
         for name, limit in limits.items():

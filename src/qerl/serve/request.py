@@ -85,7 +85,7 @@ class RequestParser:
     def _rendered(self, body: ChatBody, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
         variables = dict(body.chat_template_kwargs)
         if wrong := [name for name in variables if name in _RESERVED or not name.isidentifier()]:
-            message = f"chat_template_kwargs: {wrong[0][:50]!r} is no variable of a template"
+            message = f"chat_template_kwargs: {wrong[0][:50]!r} is not a variable of a template"
             raise ApiError(400, message, param="chat_template_kwargs")
         try:
             if not body.offered_tools:

@@ -45,7 +45,7 @@ class RewardModel:
             raise UserError(f"task.reward_model.model {config.model}: cannot be loaded: {reason}") from None
         if found["missing_keys"]:
             raise UserError(
-                f"task.reward_model.model {config.model}: is no sequence classifier:"
+                f"task.reward_model.model {config.model}: is not a sequence classifier:"
                 f" it lacks {min(found['missing_keys'])}"
             )
         if self._tokenizer.pad_token_id is None:

@@ -39,15 +39,15 @@ def row_notice(
         f"unusable and left out ({examples(renderer)})": len(renderer.faults),
         f"longer than {max_prompt_tokens} tokens, which sample.max_tokens leaves, and skipped": num_long,
         f"without {config.answer_column}, so that a sample gets no reward": reads_answer * no_answer,
-        "a chat that ends with an assistant's turn, which the model goes on with": last,
+        "a chat that ends with an assistant's turn, which the model continues": last,
     }
     if reads_answer and "code" in config.rewards:
         num_without, example = _count_untestable(rows, config.answer_column)
         counts[f"whose {config.answer_column} cannot be run, so that a sample gets no reward{example}"] = (
             num_without
         )
-    told = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-    return f"{rows.name}: of {num_checked:,} rows {told}" if told else None
+    text = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    return f"{rows.name}: of {num_checked:,} rows {text}" if text else None
 
 
 def examples(renderer: Renderer) -> str:

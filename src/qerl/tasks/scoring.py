@@ -82,8 +82,8 @@ def failure_of(name: str, error: BaseException) -> Failure:
     """Return the Failure for an error raised by the code of this name; an error of this package says what is
     wrong by itself."""
     is_own = type(error).__module__.startswith("qerl.")
-    told = str(error) if is_own else "".join(traceback.format_exception_only(error))
-    reason = redact(" ".join(told.split()))
+    text = str(error) if is_own else "".join(traceback.format_exception_only(error))
+    reason = redact(" ".join(text.split()))
     return Failure(f"raised {type(error).__name__}", f"{name}: {reason[:300]}{_place(error)}")
 
 

@@ -160,8 +160,8 @@ def _demonstrations(
         "learned turn by turn, because the chat template rewrites earlier turns": demonstrator.num_split,
         f"left out (first: {next(iter(reasons), '')})": len(reasons),
     }
-    told = _counted(counts.items())
-    return made, f"{table.name}: of {table.num_rows:,} rows {told}" if told else None
+    text = _counted(counts.items())
+    return made, f"{table.name}: of {table.num_rows:,} rows {text}" if text else None
 
 
 def _counted(counts: Iterable[tuple[str, int]]) -> str:

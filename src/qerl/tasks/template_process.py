@@ -57,7 +57,7 @@ class TemplateProcess:
             try:
                 pipe.send((messages, options))
                 if not pipe.poll(_MAX_WALL_S):
-                    raise UserError(f"it is not rendered after {_MAX_WALL_S:g} s")
+                    raise UserError(f"rendering took longer than {_MAX_WALL_S:g} s")
                 text, reason = json.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 self._end()

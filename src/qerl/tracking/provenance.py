@@ -134,8 +134,8 @@ def check_sources(
         kinds = ["other" if name.startswith("rows ") else "another" for name in names]
         told = [f"{kind} {name} {hashes[name]}" for kind, name in zip(kinds, names, strict=True)]
         raise UserError(
-            f"{path}: the run began with {', and '.join(told)}; --accept-changes goes on with what is there"
-            " now, --out begins another run"
+            f"{path}: the run began with {', and '.join(told)}; --accept-changes resumes with the present"
+            " state, --out begins another run"
         )
     return {f"sources.{name}": (old.get(name), new.get(name)) for name in names}
 

@@ -92,10 +92,10 @@ class DataParallelBatch:
         self.num_own = len(own_P)
         places = ranks.own(list(range(len(self._prompts_P))))[self._num_done :][: self.num_own]
         own_packed = _packed_groups([self._prompts_P[place] for place in places], own_P)
-        told = ranks.gather(list(zip(places, own_packed, strict=True)))
+        of_ranks = ranks.gather(list(zip(places, own_packed, strict=True)))
         found = {
             place: (rank, index, each)
-            for rank, of_rank in enumerate(told)
+            for rank, of_rank in enumerate(of_ranks)
             for index, (place, each) in enumerate(of_rank)
         }
         ordered = [(place, *found[place]) for place in sorted(found)]
@@ -111,8 +111,8 @@ class DataParallelBatch:
             if rank == self._ranks.index
         ]
         branches = [] if self._own is None else self._own.branch(own, num_branches)
-        told = self._ranks.gather([[packed(sample) for sample in group.samples_G] for group in branches])
-        left = [iter(of_rank) for of_rank in told]
+        of_ranks = self._ranks.gather([[packed(sample) for sample in group.samples_G] for group in branches])
+        left = [iter(of_rank) for of_rank in of_ranks]
         return [
             Group(
                 prompt=self._groups_P[pivot.group_index].prompt,

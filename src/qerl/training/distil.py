@@ -76,7 +76,7 @@ class DistilRollouts:
             cause = failures.most_common(1)[0][0]
             raise RunError(
                 f"distil.teacher: no sample of the step has the teacher's logprobs; {failures[cause]} of"
-                f" {count}: {cause}: {examples[cause]}; the same command goes on from the last checkpoint"
+                f" {count}: {cause}: {examples[cause]}; the same command resumes from the last checkpoint"
             )
         for cause, number in failures.items():
             self._notice(f"no teacher's logprobs for {number} samples: {cause}: {examples[cause]}")

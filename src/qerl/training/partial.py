@@ -19,32 +19,17 @@ import base64
 import dataclasses
 from operator import itemgetter
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from qerl.config import RunConfig
+from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import require
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.tracking import StepLog
 from qerl.training.data_parallel import packed, unpacked
 from qerl.training.overlap import OverlappedRewards, Rewards
 from qerl.training.rollout import TrainPrompts, rollout_metrics, sampling_of, with_advantages
-from qerl.types import BegunGroup, BegunSample, Group, OnBurst, Sampling
-
-
-class ContinuingEngine(Protocol):
-    """See SamplingEngine.continue_groups."""
-
-    version: int
-
-    def continue_groups(
-        self,
-        begun_P: list[BegunGroup],
-        *,
-        is_enough: Any,
-        sampling: Sampling,
-        seed: int,
-        on_burst: OnBurst | None = None,
-    ) -> list[tuple[BegunGroup, Group | None]]: ...
+from qerl.types import BegunGroup, BegunSample, Group
 
 
 class InWork(NamedTuple):
@@ -59,7 +44,7 @@ class PartialRollouts:
     def __init__(
         self,
         config: RunConfig,
-        engine: ContinuingEngine,
+        engine: SamplingEngine,
         rewards: Rewards,
         train_prompts: TrainPrompts,
         ranks: Ranks = ALONE,

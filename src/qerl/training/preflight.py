@@ -95,8 +95,8 @@ class Preflight:
                     yield Finding(part, status, redact(printable(text)), values)
             except Exception as error:  # also the user's code and what a damaged file raises
                 missing.add(part)
-                is_told = isinstance(error, UserError | RunError)
-                text = str(error) if is_told else f"{type(error).__name__}: {error}"
+                is_ours = isinstance(error, UserError | RunError)
+                text = str(error) if is_ours else f"{type(error).__name__}: {error}"
                 yield Finding(part, "broken", redact(printable(text)))
 
     def python(self) -> Found:

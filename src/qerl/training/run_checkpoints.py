@@ -120,7 +120,7 @@ class RunCheckpoints:
             self.save(next_step, extra)
         self.wait()
         if self._last_saved:
-            self._journal.notice(f"step {self._last_saved} is saved; the same command goes on from it")
+            self._journal.notice(f"step {self._last_saved} is saved; the same command resumes from it")
 
     def _is_away(self) -> bool:
         return self._ranks.is_first and self._journal.place() != self._folder
@@ -158,9 +158,9 @@ def _away_text(folder: Path, place: Path | None, next_step: int) -> str:
     if place is None:
         return (
             f"{folder}: was removed while the run wrote to it; step {next_step} is saved"
-            " there again, and the same command goes on from it, without the record of these steps"
+            " there again, and the same command resumes from it, without the record of these steps"
         )
     return (
         f"{folder}: was moved to {place} while the run wrote to it; step {next_step} is saved there,"
-        f" and the same command with --out {place} goes on"
+        f" and the same command with --out {place} resumes it"
     )

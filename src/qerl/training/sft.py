@@ -2,11 +2,11 @@
 
 A demonstration is a group of one sample with advantage 1, and the loss `nll` then is the cross entropy of its
 learned tokens, averaged over the tokens of the step. Adapter, packing, optimizer, checkpoints, ranks and the
-run's folder are those of reinforcement learning; `qerl train --init-adapter` goes on from a checkpoint.
+run's folder are those of reinforcement learning; `qerl train --init-adapter` starts from a checkpoint.
 
     nll          mean negative log-likelihood of the step's learned tokens, before its update
     eval_nll     the same of the evaluation rows, before, during and after training
-    looks        greedy answers to the first evaluation rows, in samples.jsonl
+    samples      greedy answers to the first evaluation rows, in samples.jsonl
 """
 
 import dataclasses
@@ -154,7 +154,7 @@ class _SftSession:
         self.config, self.folder, self.journal, self.stop = config, folder, journal, stop
         self.ranks, self.rows, self.observer = ranks, rows, observer
         self.metrics: dict[str, float] = {}
-        self.is_compile_told = False
+        self.has_reported_compiling = False
         checkpoint = locate(config.model.path).open()
         layout = checkpoint_notices(checkpoint, config.model.format)
         for text in [*rows.notices, *layout, *skipped_notices(checkpoint)]:
@@ -200,15 +200,15 @@ class _SftSession:
             if every is not None and (step + 1) % every == 0 and self.rows.evaluated:
                 with log.span("evaluate"):
                     log.add(eval_nll=self.mean_loss())
-                self.look(log)
+                self.sample(log)
             elif step + 1 == config.num_steps:
-                self.look(log)
+                self.sample(log)
             log.add(**self.ranks.take_traffic())
             self.metrics = dict(log.metrics)
 
-    def look(self, log: StepLog) -> None:
+    def sample(self, log: StepLog) -> None:
         """Record greedy answers to the first evaluation rows."""
-        shown = self.rows.evaluated[: self.config.sft.num_looks]
+        shown = self.rows.evaluated[: self.config.sft.num_eval_samples]
         prompts = [each.prompt(len(self.rows.learned) + i) for i, each in enumerate(shown)]
         limit = self.decoder.max_positions - self.config.sample.max_tokens
         prompts = [prompt for prompt in prompts if len(prompt.tokens_T) <= limit]
@@ -221,9 +221,9 @@ class _SftSession:
                 prompts, num_samples=1, sampling=sampling, seed=self.config.seed, step=EVALUATION_STEP
             )
         log.samples(groups)
-        if not self.is_compile_told and (report := TALLY.report()) is not None:
+        if not self.has_reported_compiling and (report := TALLY.report()) is not None:
             self.journal.notice(str(report))
-            self.is_compile_told = True
+            self.has_reported_compiling = True
 
     def mean_loss(self) -> float:
         """Return the mean negative log-likelihood of the evaluation rows' learned tokens."""

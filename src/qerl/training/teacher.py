@@ -161,7 +161,7 @@ class LocalTeacher:
     ):
         self.policy, self._config, self._tokenizer = policy, config, tokenizer
         self._device, self._vocab_size = student.device, student.architecture.vocab_size
-        self._fit = OomRetry(config.learn.max_tokens_per_microbatch, student.device, notice)
+        self._oom_retry = OomRetry(config.learn.max_tokens_per_microbatch, student.device, notice)
 
     def score(self, groups: list[Group]) -> Scores:
         samples = [sample for group in groups for sample in group.samples_G]
@@ -169,7 +169,7 @@ class LocalTeacher:
             return [[] for _ in groups]
         part = MinibatchPart([(group, [1.0] * len(group.samples_G)) for group in groups], self._device)
         with torch.no_grad(), self.policy() as decoder:
-            found = iter(self._fit.run(part, lambda batches: self._score_all(decoder, batches)))
+            found = iter(self._oom_retry.run(part, lambda batches: self._score_all(decoder, batches)))
         return [[_finite(next(found)) for _ in group.samples_G] for group in groups]
 
     def _score_all(self, decoder: Decoder, batches: list[PackedBatch]) -> list[TeacherLogprobs]:

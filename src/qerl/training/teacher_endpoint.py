@@ -175,7 +175,7 @@ class EndpointTeacher:
         except (RequestFailed, KeyError, TypeError) as error:
             raise UserError(f"distil.teacher: {error}") from None
         if not isinstance(text, str):
-            raise UserError(f"distil.teacher: {self._client.url} answers without a text")
+            raise UserError(f"distil.teacher: {self._client.url} sent an answer without text")
         tokens_T = list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) or [0]
         return Sample(
             tokens_T=tokens_T, logprobs_T=[0.0] * len(tokens_T), text=text, finish="stop", version=0

@@ -240,7 +240,7 @@ def _take_checkpoint(given: bool | str | None, own: Path) -> None:
     require(damage is None, f"resume_from_checkpoint {path}: {damage}")
     if newest is not None:
         raise UserError(
-            f"resume_from_checkpoint: {own} holds {newest.name}, with which the run goes on;"
+            f"resume_from_checkpoint: {own} holds {newest.name}, from which the run resumes;"
             " remove the checkpoints after yours, or set another output_dir"
         )
     checkpoint.copy(path, own)

@@ -56,7 +56,7 @@ class SFTTrainer(RunTrainer):
     ):
         """`model` is a folder, a hub id, a PreTrainedModel or a PeftModel. `train_dataset` is a
         datasets.Dataset or a list of rows: messages, prompt and completion, or a text, as of `qerl sft`
-        (docs/sft.md). `base` has the fields that TRL does not, such as model.format, sft.num_looks and
+        (docs/sft.md). `base` has the fields that TRL does not, such as model.format, sft.num_eval_samples and
         adapter; the default has NVFP4 weights."""
         self.args = args or SFTConfig()
         require(

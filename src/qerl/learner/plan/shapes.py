@@ -23,7 +23,7 @@ def read_architecture(model: str, backend: Literal["auto", "qerl", "transformers
         raise UserError(f"{model}: no folder, file or hub id, and no shape{hint}")
     if backend_of(ModelConfig(path=model, backend=backend)) == "transformers":
         raise UserError(
-            f"{model}: plan is of the package's own decoder; transformers' code runs this model,"
+            f"{model}: plan covers the package's own decoder; transformers' code runs this model,"
             " and what that takes cannot be planned: qerl check --model MODEL --speed tries it"
         )
     return architecture_of(locate(model).open())

@@ -149,7 +149,7 @@ def planned_kernels(gpu: Gpu, config: RunConfig) -> Kernels:
     """Return the kernels of decode steps on this GPU. Raises UserError for Hopper's on another one."""
     wanted = config.engine.kernels
     require(
-        wanted != "hopper" or gpu.is_hopper, "engine.kernels is hopper, but this is no Hopper GPU; use auto"
+        wanted != "hopper" or gpu.is_hopper, "engine.kernels is hopper, which needs a Hopper GPU; use auto"
     )
     if wanted == "auto":
         return "hopper" if gpu.is_hopper else "portable"  # all GPUs of the table are Ampere or later

@@ -62,7 +62,7 @@ def _stored(folder: TensorFolder, module: str, bits: Any, group_size: Any, is_sh
     has_map = names["g_idx"] in folder.shapes
     shape, grouped = folder.shapes[names["qweight"]], folder.shapes.get(names["scales"], (1, 1))
     if len(shape) != 2 or 0 in shape or len(grouped) != 2 or 0 in grouped:
-        raise UserError(f"{folder.path}: {names['qweight']} or {names['scales']} is no matrix")
+        raise UserError(f"{folder.path}: {names['qweight']} or {names['scales']} is not a matrix")
     if has_map:  # some modules may have other bits (`dynamic`)
         bits = shape[0] * 32 / max((1, *folder.shapes[names["g_idx"]]))
     if bits not in (4, 8):

@@ -3,7 +3,8 @@
     the server's actions have a schema    the answer is a JSON object of it (or the text of its only field)
     its actions are calls of MCP tools    the policy gets the tools; an answer without a call ends the episode
 
-An answer that is no action is told so, and asked for again. The reward is the sum of the steps' rewards.
+If an answer is not an action, the model gets an error as a message and answers again. The reward is the sum
+of the steps' rewards.
 """
 
 import asyncio
@@ -75,7 +76,7 @@ class OpenEnvAgent:
             action = action_of(said, self._schema)
             if action is None:
                 refused += 1
-                messages.append({"role": "user", "content": "Error: that is no action of the schema."})
+                messages.append({"role": "user", "content": "Error: that is not an action of the schema."})
                 continue
             result = await session.step(action)
             total += float(result.reward or 0.0)

@@ -161,7 +161,7 @@ def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -
         if not series or (is_same and key == "accuracy"):
             continue
         if is_same and key == "reward":
-            about += "; accuracy, not drawn, equals it at every step"
+            about += "; accuracy is the same at every step and not drawn"
         if any(one.mark in ("dot", "ring") for one in series):
             kinds_drawn = "dots" if key == "nll" else "dots sampled, rings greedy"
             about += f"; held-out: {kinds_drawn}" + ", bars 95 % intervals" * any(one.band for one in series)
