@@ -154,28 +154,31 @@ def test_two_ranks_branch_what_one_process_branches_and_go_on_with_it(files, alo
     """Stopped after its first step, a run of two ranks goes on with the tries of its pivots."""
     kind, unbroken = alone
     out, more = tmp_path / "ranks", given(files, kind)
-    finish(files, out, *more, "--num-steps", "1", num_ranks=2)
+    if kind == "environment":
+        finish(files, out, *more, "--num-steps", "1", num_ranks=2)
     finish(files, out, *more, num_ranks=2)
     assert_same_branches(out, unbroken)
 
 
 @pytest.mark.slow
 def test_a_ray_worker_that_dies_while_it_branches_loses_nothing(files, alone, tmp_path):
-    """The branches of the first step are sampled by other workers than their beginnings; the run is killed
-    after it, and goes on."""
+    """The branches of the first step are sampled by other workers than their beginnings; the run of an
+    environment is killed after it, and goes on."""
     pytest.importorskip("ray")
     kind, unbroken = alone
     if kind == "single turns":
         pytest.skip("they have other random numbers: the tests below")
     out, more = tmp_path / "ray", (*given(files, kind), *RAY)
     (files / "kill").touch()
-    process = start(files, out, *more)
-    wait_for_steps(process, out, 1)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    if kind == "environment":
+        process = start(files, out, *more)
+        wait_for_steps(process, out, 1)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (files / "kill").exists()
+    finish(files, out, *more)
     assert not (files / "kill").exists()
     assert "died; a new one samples its" in (out / "events.jsonl").read_text()
-    finish(files, out, *more)
     assert_same_branches(out, unbroken)
 
 
