@@ -59,7 +59,7 @@ def assert_one_line(capsys, code, *parts):
     *first, error = capsys.readouterr().err.splitlines()
     assert code == 2
     assert error.startswith("qerl: ") and "Traceback" not in error
-    assert not first or (len(first) == 1 and first[0].startswith(("generate ", "quantize ")))
+    assert not first or (len(first) == 1 and first[0].startswith(("generate ", "plan ", "quantize ")))
     for part in parts:
         assert part in error
 

@@ -81,7 +81,7 @@ def test_a_card_without_wgmma_samples_with_the_portable_kernels():
         for kernels in ("auto", "portable", "torch")
     }
     assert rates["auto"] == rates["portable"] > 2 * rates["torch"]
-    with pytest.raises(UserError, match="no Hopper GPU"):
+    with pytest.raises(UserError, match="needs a Hopper GPU"):
         estimated("rtx-4090", row | {"kernels": "hopper"})
 
 

@@ -105,8 +105,8 @@ def test_a_request_gets_what_it_gets_alone(client):
 
 
 MISTAKES = [
-    ({"model": "gpt-4"}, 404, "model", "there is tiny"),
-    ({"model": None}, 404, "model", "there is tiny"),
+    ({"model": "gpt-4"}, 404, "model", "this server has tiny"),
+    ({"model": None}, 404, "model", "this server has tiny"),
     ({"n": 5}, 400, "n", "at most 4"),
     ({"n": True}, 400, "n", "integer"),
     ({"max_tokens": 901}, 400, "max_tokens", "at most 900"),
@@ -130,7 +130,7 @@ MISTAKES = [
     ({"tools": [{"type": "function"}]}, 400, "tools", "function: Field required"),
     ({"tools": [{"type": "web_search"}]}, 400, "tools", "'function'"),
     ({"tool_choice": "required"}, 400, None, "names no function"),
-    ({"chat_template_kwargs": {"chat_template": "{{ x }}"}}, 400, "chat_template_kwargs", "no variable"),
+    ({"chat_template_kwargs": {"chat_template": "{{ x }}"}}, 400, "chat_template_kwargs", "not a variable"),
     ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema belongs"),
     ({"response_format": {"type": "xml"}}, 400, "response_format", "json_object"),

@@ -96,7 +96,7 @@ def test_a_client_that_leaves_costs_no_more_tokens(served, client, is_stream):
 
 
 def test_mistakes_reach_the_client_as_its_own_exceptions(served, client):
-    with pytest.raises(openai.NotFoundError, match="there is tiny"):
+    with pytest.raises(openai.NotFoundError, match="this server has tiny"):
         asked(client, model="other")
     with pytest.raises(openai.BadRequestError, match="at most 4"):
         asked(client, n=9)

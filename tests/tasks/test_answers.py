@@ -58,8 +58,8 @@ def summary(math_verify: Mapping[str, int]) -> str:
     pairs = f"{table.total()} pairs of answers, {table['equal']} equal and {table['unequal']} not"
     return (
         f"A table of {pairs}, tests it (`tests/tasks/answers.tsv`): it decides"
-        f" {table['equal']} and {table['unequal']} of them correctly,"
-        f" math-verify {math_verify['equal']} and {math_verify['unequal']}."
+        f" {table['equal']} and {table['unequal']} of them correctly;"
+        f" math-verify decides {math_verify['equal']} and {math_verify['unequal']}."
     )
 
 

@@ -114,7 +114,7 @@ def test_it_adds_to_other_rewards_by_weight(tmp_path):
 def test_a_model_without_a_head_is_refused(tmp_path):
     tiny_run.write_model(tmp_path)
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    with RewardPool(task(tmp_path)) as pool, pytest.raises(UserError, match="no sequence classifier"):
+    with RewardPool(task(tmp_path)) as pool, pytest.raises(UserError, match="is not a sequence classifier"):
         pool.score(groups_of(CHATS))
     with RewardPool(task(tmp_path / "nowhere")) as pool, pytest.raises(UserError, match="cannot be loaded"):
         pool.score(groups_of(CHATS))

@@ -126,7 +126,7 @@ def test_edited_rows_to_imitate_are_refused_by_their_name(files, tmp_path):
     more = *shared, "--distil.off-policy-share", "1", "--num-steps", "1"
     distilled(files, tmp_path / "run", *more)
     (tmp_path / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 24)
-    with pytest.raises(UserError, match=r"another rows of mine\.jsonl"):
+    with pytest.raises(UserError, match=r"other rows of mine\.jsonl"):
         distilled(files, tmp_path / "run", *more)
 
 

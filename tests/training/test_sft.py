@@ -202,7 +202,7 @@ def test_edited_rows_are_refused(files, unbroken, tmp_path):
     ]
     command(["sft", *arguments])
     data.write_text(data.read_text().replace("yes", "no"))
-    with pytest.raises(UserError, match=r"another rows of chats.jsonl"):
+    with pytest.raises(UserError, match=r"other rows of chats.jsonl"):
         command(["sft", *arguments])
 
 

@@ -40,9 +40,7 @@ def test_the_mode_that_fits_and_its_plan_are_in_the_row(tmp_path):
             tmp_path / str(cap_gb), lambda rows, o=options: step.measure_cases("memory", o, TINY, CPU, rows)
         )
         mode[cap_gb] = row["recompute"]
-        assert (
-            row["plan_gb"] == min(0.01, round(cap_gb, 2)) and row["plan_error"] == -1
-        )  # a CPU's peaks are 0
+        assert row["plan_gb"] <= round(cap_gb, 2) and row["plan_error"] == -1  # a CPU's peaks are 0
         assert row["compile_s"] == row["num_compiled"] == 0
     assert mode == {1.0: "none", 0.003: "offload"}
 

@@ -177,7 +177,7 @@ def test_an_accuracy_that_is_the_reward_is_not_drawn_and_the_caption_says_so():
     same = run_of(records, BEFORE_AND_AFTER)
     assert drawn("accuracy", same) is None
     _, caption, series = drawn("reward", same)
-    assert "accuracy, not drawn, equals it" in caption
+    assert "accuracy is the same at every step and not drawn" in caption
     assert [one["label"] for one in series] == ["run", "run, held-out", "run, held-out greedy"]
     other = run_of([*records, {"step": 4, "reward": 1.5, "accuracy": 1.0}], BEFORE_AND_AFTER)
     assert "not drawn" not in drawn("reward", same, other)[1] and len(drawn("accuracy", same, other)[2]) == 6
