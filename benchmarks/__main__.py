@@ -7,6 +7,7 @@ import tyro
 
 from benchmarks.families import FamiliesOptions, print_families
 from benchmarks.guesses import GuessesOptions, bench_guesses
+from benchmarks.limits import LimitsOptions, bench_limits
 from benchmarks.linear import LinearOptions, bench_linear
 from benchmarks.matrix import MatrixOptions, print_matrix
 from benchmarks.pages import TableOptions, write_tables
@@ -26,6 +27,7 @@ usage: python -m benchmarks BENCHMARK [OPTIONS]
 benchmarks:
   families print what computes each family of models, or write it with --write; needs no GPU
   guesses  what guessing tokens from earlier text would bring a decode step; needs no GPU
+  limits   measure a GPU's memory and matrix rates, which floors are computed from
   linear   time the linears of a decode step beside other libraries
   matrix   compile every CUDA kernel for every architecture and print what it uses; needs no GPU
   pictures draw the pictures of README.md
@@ -42,6 +44,7 @@ there too. serve, start and vllm-rollout print theirs."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "families": (FamiliesOptions, print_families),
     "guesses": (GuessesOptions, bench_guesses),
+    "limits": (LimitsOptions, bench_limits),
     "linear": (LinearOptions, bench_linear),
     "matrix": (MatrixOptions, print_matrix),
     "pictures": (PicturesOptions, draw_pictures),
