@@ -139,11 +139,15 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         source_rows_C=as_tensor(source_rows_C, torch.int64, device),
         targets_C=as_tensor(targets_C, torch.int64, device),
         sampler_logprobs_C=_by_token([sample.logprobs_T for sample, _ in samples], torch.float32, device),
-        advantages_C=_by_token([[s.advantage] * len(s.logprobs_T) for s, _ in samples], torch.float32, device),
+        advantages_C=_by_token(
+            [[s.advantage] * len(s.logprobs_T) for s, _ in samples], torch.float32, device
+        ),
         weights_C=_by_token([[weight] * len(s.logprobs_T) for s, weight in samples], torch.float32, device),
         routes_T=_routes(batch, device),
         spans=Segments.of([len(sample.logprobs_T) for sample, _ in samples], device),
-        is_sampled_C=_by_token([[not s.is_given] * len(s.logprobs_T) for s, _ in samples], torch.bool, device),
+        is_sampled_C=_by_token(
+            [[not s.is_given] * len(s.logprobs_T) for s, _ in samples], torch.bool, device
+        ),
         mask=TokenMask.joined(
             [s.allowed for s, _ in samples], [len(s.logprobs_T) for s, _ in samples], device
         ),

@@ -73,11 +73,11 @@ class ExpertLinear(nn.Module):
         self.a_work, self.b_work = a_ERK.to(self.compute, copy=True), b_ENR.to(self.compute, copy=True)
         self.scaling = scaling
 
-    def publish(self) -> None:
-        """Copy the masters into the working copies, in place."""
-        if self.a_work is not None and self.b_work is not None:
-            self.a_work.copy_(self.lora_A.detach())
-            self.b_work.copy_(self.lora_B.detach())
+    @property
+    def working_copies(self) -> list[tuple[Tensor, Tensor]]:
+        """(working copy, master) of the adapter's tensors."""
+        pairs = (self.a_work, self.lora_A), (self.b_work, self.lora_B)
+        return [(work, master) for work, master in pairs if work is not None]
 
     @property
     def adapter(self) -> GroupedAdapter | None:
@@ -106,6 +106,15 @@ class ExpertLinear(nn.Module):
         assert self.weight is not None, "no weight was loaded"
         options: Any = {"ends": ends, "rows_at_once": rows_at_once}
         return grouped_linear(x_SK, offsets, self.weight, bias_EN=self.bias, adapter=self.adapter, **options)
+
+
+@torch.no_grad()
+def copy_masters(linears: Sequence[QuantLinear | ExpertLinear]) -> None:
+    """Copy the masters into the working copies, in place: 392 tensors of a 7B model in a few launches."""
+    trained = [pair for linear in linears for pair in linear.working_copies]
+    fused = [pair for x in linears if isinstance(x, QuantLinear) for pair in x.fused_copies]
+    for copies in filter(None, (trained, fused)):
+        torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
 
 
 class Experts(nn.Module):
