@@ -21,7 +21,7 @@ from qerl.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_pairs
 from qerl.kernels.expert_product import RowEnds
 from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
 from qerl.kernels.routing import SortedRows, choose, combine, sort_rows, spread, weigh
-from qerl.kernels.swiglu import swiglu
+from qerl.kernels.swiglu import swiglu, swiglu_halves
 from qerl.models.architecture import Architecture, Mixture
 from qerl.models.layer_spec import ExpertSpec, LayerSpec
 from qerl.models.linear import QuantLinear
@@ -137,6 +137,8 @@ class Experts(nn.Module):
             return clamped_swiglu_pairs(gate_up_SF, alpha=alpha, limit=limit)
         if mixture.is_interleaved:
             gate_SF, up_SF = gate_up_SF.unflatten(1, (-1, 2)).unbind(2)
+        elif alpha is None:
+            return swiglu_halves(gate_up_SF)
         else:
             gate_SF, up_SF = gate_up_SF.chunk(2, 1)
         if alpha is None:
