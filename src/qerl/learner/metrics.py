@@ -122,10 +122,11 @@ class Measured(NamedTuple):
 
     total: Tensor
     most: Tensor
-    count: Tensor
+    number: Tensor
 
 
 N = TypeVar("N")
+_FIRST = -1  # stands for the first pass where others have the index of their update
 Tallies = dict[str, Tally]
 Measures = dict[str, Measured]
 
@@ -231,7 +232,7 @@ def update_measures(update: Update) -> Measures:
 def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies, list[Update]]:
     """Wait for the device, once. Return the tallies of the first pass and of the applied updates, and the
     updates with their norms."""
-    measures = {("", name): x for name, x in sampling_measures(first).items()}
+    measures = {(_FIRST, name): x for name, x in sampling_measures(first).items()}
     for i, update in enumerate(updates):
         measures |= {(i, name): x for name, x in update_measures(update).items()}
     found = read(measures)
@@ -245,7 +246,7 @@ def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies
         for i, update in enumerate(done)
         if update.grad_norm is not None
     ]
-    own = {name: tally for (at, name), tally in found.items() if at == ""}
+    own = {name: tally for (at, name), tally in found.items() if at == _FIRST}
     return num_rows(first) | own | added(applied), done
 
 

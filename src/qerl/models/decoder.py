@@ -198,8 +198,11 @@ class Layer(nn.Module):
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
             router_x_TD = x_TD if plain_TD is None else plain_TD
-            y_TD = mlp(x_TD, router_x_TD, layer_index, route, expert_rows, rows_by_layer)
-            h_TD = self._add_normed(h_TD, y_TD, norms.after_mlp, noise_rows_T)
+            given = x_TD, router_x_TD, layer_index, route, expert_rows, rows_by_layer
+            if self._adds_mlp_unchanged:
+                h_TD = mlp(*given, onto_TD=h_TD)
+            else:
+                h_TD = self._add_normed(h_TD, mlp(*given), norms.after_mlp, noise_rows_T)
         else:
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
             y_TF = mlp(x_TD)
@@ -244,11 +247,15 @@ class Layer(nn.Module):
         return self.self_attn if self.spec.kind.mixer == "attention" else self.linear_attn
 
     @property
-    def unread_linear(self) -> QuantLinear | None:
-        """The last linear, whose result no backward pass reads; None if a norm or a sum of experts does."""
-        if isinstance(self.mlp, MLP) and self.norms.after_mlp is None:
-            return self.mlp.down_proj
-        return None
+    def _adds_mlp_unchanged(self) -> bool:
+        return self.norms.after_mlp is None and self._residual_scale == 1
+
+    @property
+    def unread(self) -> QuantLinear | MixtureMLP | None:
+        """The last linear or the experts, if no backward pass reads their result; None if a norm does."""
+        if isinstance(self.mlp, MLP):
+            return self.mlp.down_proj if self.norms.after_mlp is None else None
+        return self.mlp if self._adds_mlp_unchanged else None
 
     @property
     def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:
