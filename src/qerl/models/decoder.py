@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.attention_options import AttentionOptions
+from qerl.kernels.head_norm import HeadNorms, turned_heads
 from qerl.kernels.rms_norm import rms_norm
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.architecture import Architecture, LayerKind
@@ -38,7 +39,7 @@ from qerl.models.mixture import ExpertLinear, MixtureMLP, Route, RowsByLayer
 from qerl.models.mlp import MLP, linears_of
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, room, tile_linears
-from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
+from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_both
 from qerl.models.tiled_experts import ExpertRows, rows_of_gate_up, tile_experts
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
@@ -119,10 +120,30 @@ class Attention(nn.Module):
             q_TN, gate_TN = (
                 part.flatten(1) for part in q_TN.unflatten(1, (-1, 2 * self.head_size)).chunk(2, 2)
             )
-        q_TNH, k_TKH = self._rotated(self._normed(q_TN, self.q_norm), self._normed(k_TK, self.k_norm), angles)
-        v_TKH = self._values(v_TK[0] if v_TK else k_TK)
+        turn = None if self.rope == "none" else angles[self.rope]
+        if v_TK and turn is not None and self._turns_plain_heads(turn):
+            norms = self._head_norms
+            q_TNH, k_TKH, v_TKH = turned_heads(q_TN, k_TK, v_TK[0], norms, turn.cosine_T1H, turn.sine_T1H)
+        else:
+            q_TNH, k_TKH = self._normed(q_TN, self.q_norm), self._normed(k_TK, self.k_norm)
+            if turn is not None:
+                q_TNH, k_TKH = rotate_both(q_TNH, k_TKH, turn, is_interleaved=self._is_interleaved)
+            v_TKH = self._values(v_TK[0] if v_TK else k_TK)
         o_TNH = attend(layer_index, q_TNH, k_TKH, v_TKH, self.options)
         return o_TNH.flatten(1) if gate_TN is None else o_TNH.flatten(1) * gate_TN.sigmoid()
+
+    def _turns_plain_heads(self, turn: Angles) -> bool:
+        """True if heads are rotated whole, and normed each by itself or not at all."""
+        is_normed_so = self._norms_heads or isinstance(self.q_norm, nn.Identity)
+        is_plain = self._value_norm is None and not self._is_interleaved and turn.query_scale_T11 is None
+        return is_plain and is_normed_so and turn.cosine_T1H.shape[-1] == self.head_size
+
+    @property
+    def _head_norms(self) -> HeadNorms | None:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if not (isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)):
+            return None
+        return HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
     def _values(self, v_TK: Tensor) -> Tensor:
         """Return heads [T, K, H]."""
@@ -137,16 +158,6 @@ class Attention(nn.Module):
         if self._norms_heads:
             return norm(y_TN.unflatten(1, (-1, self.head_size)))
         return norm(y_TN).unflatten(1, (-1, self.head_size))
-
-    def _rotated(
-        self, q_TNH: Tensor, k_TKH: Tensor, angles_by_rope: dict[str, Angles]
-    ) -> tuple[Tensor, Tensor]:
-        if self.rope == "none":
-            return q_TNH, k_TKH
-        angles = angles_by_rope[self.rope]
-        q_TNH, k_TKH = (rotate_heads(x, angles, is_interleaved=self._is_interleaved) for x in (q_TNH, k_TKH))
-        scale_T11 = angles.query_scale_T11
-        return q_TNH if scale_T11 is None else q_TNH * scale_T11.to(q_TNH.dtype), k_TKH
 
     @property
     def qkv_projs(self) -> tuple[QuantLinear, ...]:
