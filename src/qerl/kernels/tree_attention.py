@@ -117,7 +117,7 @@ def tree_attention(
 ) -> Tensor:
     """Return o_TNH, differentiable in q, k and v; deterministic."""
     assert len(q_TNH) == len(k_TKH) == len(layout.own_T) and k_TKH.shape == v_TKH.shape
-    if is_for_flash_4(q_TNH):
+    if is_for_flash_4(q_TNH, k_TKH.shape[1], options):
         return over_runs(q_TNH, k_TKH, v_TKH, layout, functools.partial(_flash_4, options=options))
     is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32
     if is_flash and is_for_flash(q_TNH.shape[2], options):
