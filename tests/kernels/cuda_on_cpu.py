@@ -4,9 +4,8 @@
 
 For kernels in plain CUDA: barriers, shuffles, atomics, streaming loads and stores. Of the assembly these
 are replaced: the conversion to bfloat16, powers of 2, logarithms, matrix instructions (mma.cuh), copies
-(async_copy.cuh),
-words that CTAs pass on (memory.cuh; of CTAs that wait for later ones there must be one). It shows indices and
-arithmetic, not what depends on the order of CTAs, on an early launch or on the memory of a GPU.
+(async_copy.cuh), words that CTAs pass on (memory.cuh; of CTAs that wait for later ones there must be one). It
+shows indices and arithmetic, not what depends on the order of CTAs, on an early launch or on a GPU's memory.
 """
 
 import contextlib

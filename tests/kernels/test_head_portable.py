@@ -70,7 +70,7 @@ def partials_of(kernel, hidden, keys, positions, temperature, output=op.DRAWS):
 
 @pytest.mark.parametrize("tile", TILES)
 def test_it_draws_what_float64_draws(tile, on_a_cpu, rng):
-    """The vocabulary ends within a chunk, the CTAs have unequal numbers of chunks, tokens end within a tile."""
+    """The vocabulary ends within a chunk, tokens within a tile; CTAs have unequal numbers of chunks."""
     (M, V, D), scale, softcap = (tile.tokens + 5, 336, 256), 0.5, 9.0 if tile.tokens == 8 else None
     head, truth, hidden, keys, positions = case(tile.format, M, V, D, rng)
     kernel = head_portable.PortableHeadSample(
