@@ -234,7 +234,7 @@ DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];")
 CONVERSION = re.compile(r'asm\("cvt\.rn\.bf16x2\.f32.*?\);')
 POWER = re.compile(r'asm\("ex2\.approx\.ftz\.f32.*?\);')
 LOGARITHM = re.compile(r'asm\("lg2\.approx\.ftz\.f32.*?\);')
-PRODUCT = re.compile(r'asm\("fma\.rn\.bf16x2.*?\);')
+PRODUCT = re.compile(r'asm\("fma\.rn\.bf16x2[^:]*: "=r"\(y\).*?\);')
 
 
 class CpuKernel:
