@@ -18,6 +18,14 @@
 #include "fp8_codes.cuh"
 #endif
 
+#ifndef UNROLLED
+#define UNROLLED 0
+#endif
+#if UNROLLED
+#define UNROLL_TOKENS _Pragma("unroll")
+#else
+#define UNROLL_TOKENS _Pragma("unroll 1")
+#endif
 #define THREADS (WR * WM * 32)
 #define NT (MT / 8 / WM)            // groups of 8 tokens of a warp
 #define SPAN (NT % 2 ? 2 : 1)       // 16 k that are multiplied in a step: ldmatrix reads 8 tokens and 32 k, or 16 tokens and 16 k
@@ -76,8 +84,8 @@ struct Filler {
   }
 };
 
-// Use the sums of the warp's chunk, of NT groups of 8 tokens from m0 on. What is not wanted is computed and not stored: all warps take the
-// same way, so that the compiler need not gather lanes ahead of every shuffle.
+// Use the sums of the warp's chunk. What is not wanted is computed and not stored: all warps take the same way, so that the compiler need
+// not gather lanes ahead of every shuffle.
 struct Finisher {
   const Operands& e;
   float inverse, noise;
@@ -88,38 +96,54 @@ struct Finisher {
     if (temperature > 0.f) inverse = 1.f / temperature, noise = 1.f;
 #endif
   }
-  __device__ __forceinline__ void operator()(const float (&acc)[4][NT][4], int row64, int m0, bool is_wanted) const {
+  // The lane's two tokens, m and m + 1, of a group of 8.
+  __device__ __forceinline__ void pair(const float (&acc)[4][4], int row64, int m, bool is_wanted, const u64 (&keys)[2], const int (&positions)[2]) const {
     const int v = row64 * 64 + lane / 4 * 8;
-    m0 += lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      float l[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) l[i] = logit(e, acc[i / 2][i % 2 * 2 + j]);
 #if OUTPUT == 1
-#pragma unroll
-    for (int j = 0; j < NT * 2; j++) {
-      const int m = m0 + j / 2 * 8 + j % 2;
-      if (is_wanted && m < e.M && v < e.V) {
-        float4* to = (float4*)(e.logits + (size_t)m * e.V + v);
-#pragma unroll
-        for (int i = 0; i < 4; i += 2)
-          to[i / 2] = make_float4(logit(e, acc[i][j / 2][j % 2]), logit(e, acc[i][j / 2][2 + j % 2]), logit(e, acc[i + 1][j / 2][j % 2]), logit(e, acc[i + 1][j / 2][2 + j % 2]));
-      }
-    }
+      float4* to = (float4*)(e.logits + (size_t)(m + j) * e.V + v);
+      if (is_wanted && m + j < e.M && v < e.V) to[0] = make_float4(l[0], l[1], l[2], l[3]), to[1] = make_float4(l[4], l[5], l[6], l[7]);
 #else
-    const int last = e.M - 1;
-    u64 key = e.keys[min(m0, last)];
-    int position = e.positions[min(m0, last)];
-#pragma unroll
-    for (int j = 0; j < NT * 2; j++) {
-      const int m = m0 + j / 2 * 8 + j % 2, next = min(m0 + (j + 1) / 2 * 8 + (j + 1) % 2, last);
-      const u64 next_key = e.keys[next];  // while this token is reduced
-      const int next_position = e.positions[next];
-      float l[8], most, sum;
-#pragma unroll
-      for (int i = 0; i < 8; i++) l[i] = logit(e, acc[i / 2][j / 2][i % 2 * 2 + j % 2]);
       Best best;
-      reduce_rows(l, v, v < e.V, key, position, inverse, noise, best, most, sum);
-      if (is_wanted && lane / 4 == j % 8 && m < e.M) e.partials[(size_t)m * ((e.V + 63) / 64) + row64] = make_float4(best.score, best.y, __int_as_float(best.v), most + logf(sum));
-      key = next_key, position = next_position;
-    }
+      float most, sum;
+      reduce_rows(l, v, v < e.V, keys[j], positions[j], inverse, noise, best, most, sum);
+      if (is_wanted && lane / 4 == j && m + j < e.M) e.partials[(size_t)(m + j) * ((e.V + 63) / 64) + row64] = make_float4(best.score, best.y, __int_as_float(best.v), most + logf(sum));
 #endif
+    }
+  }
+  __device__ __forceinline__ void ask(int m, u64 (&keys)[2], int (&positions)[2]) const {
+#if OUTPUT != 1
+#pragma unroll
+    for (int j = 0; j < 2; j++) keys[j] = e.keys[min(m + j, e.M - 1)], positions[j] = e.positions[min(m + j, e.M - 1)];
+#endif
+  }
+  // NT groups of 8 tokens from m0 on. One after the other passes through the first group's registers: this code for each of them would be
+  // many times as long as all else, and instructions have to be fetched.
+  __device__ __forceinline__ void operator()(float (&acc)[4][NT][4], int row64, int m0, bool is_wanted) const {
+    u64 keys[2];
+    int positions[2];
+    ask(m0 + lane % 4 * 2, keys, positions);
+    UNROLL_TOKENS
+    for (int n = 0; n < NT; n++) {
+      const int m = m0 + n * 8 + lane % 4 * 2;
+      u64 next_keys[2];
+      int next_positions[2];
+      ask(m + 8, next_keys, next_positions);  // while these are reduced
+      float group[4][4];
+#pragma unroll
+      for (int i = 0; i < 16; i++) group[i / 4][i % 4] = acc[i / 4][0][i % 4];
+      pair(group, row64, m, is_wanted, keys, positions);
+#pragma unroll
+      for (int j = 0; j + 1 < NT; j++)
+#pragma unroll
+        for (int i = 0; i < 16; i++) acc[i / 4][j][i % 4] = acc[i / 4][j + 1][i % 4];
+#pragma unroll
+      for (int j = 0; j < 2; j++) keys[j] = next_keys[j], positions[j] = next_positions[j];
+    }
   }
 };
 
