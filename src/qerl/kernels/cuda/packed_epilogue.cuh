@@ -187,11 +187,10 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 #if SWIGLU
     const float v0 = activation(acc[n][0]) * acc[n][2], v1 = activation(acc[n][1]) * acc[n][3];
     const u32 o = transpose8x8(pack2(v0, v1));
-    u16* y = (u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t;
 #if TILE_END
-    store_if(m < e.M, y, o);
+    store_if(m < e.M, (u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t, o);
 #else
-    if (m < e.M) *(u32*)y = o;
+    if (m < e.M) *(u32*)((u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t) = o;
 #endif
 #else
     u16* y = (u16*)e.y + (size_t)m * e.N + row0 + 2 * t;
