@@ -240,11 +240,11 @@ def decode_variants(
         if a.delta is not None:
             _step_delta(a, a.delta, state, rank)
         _multiply(a, card, rows, rank, noise_table)
-        for format in heads:
+        for head in (_head(format, a) for format in heads):
             if card.has_wgmma:
-                _sample(HeadSample(_head(format, a), rows, _META), state, a.width)
-            if format is not NVFP4Head:
-                _sample(PortableHeadSample(_head(format, a), rows, _META), state, a.width)
+                _sample(HeadSample(head, rows, _META), state, a.width)
+            if not isinstance(head, NVFP4Head):
+                _sample(PortableHeadSample(head, rows, _META), state, a.width)
     return list(variants)
 
 

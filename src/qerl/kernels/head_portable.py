@@ -123,9 +123,11 @@ class PortableHeadSample(HeadSample):
         hidden_MD = self._checked(hidden_MD, keys, positions, temperature, logits_MV)
         m, head = len(hidden_MD), self.head
         tile = self._choose_tile(m, self._format, self._d, self._card)
-        weight, scales = (head.codes, head.scales) if isinstance(head, FP8) else (head.weight, None)
-        if scales is not None:
-            hidden_MD = self._in_code_order(hidden_MD)
+        if isinstance(head, FP8):
+            weight, scales, hidden_MD = head.codes, head.scales, self._in_code_order(hidden_MD)
+        else:
+            assert isinstance(head, BF16)
+            weight, scales = head.weight, None
         pointers = (keys, positions, temperature, scales, self._partials, logits_MV)
         operands = struct.pack("6Q4i", *addresses(*pointers), m, self._v, self._d, 0)
         if self._options:
