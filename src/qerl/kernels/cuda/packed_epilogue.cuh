@@ -7,10 +7,10 @@
 #include "mma.cuh"
 #include "workspace.cuh"
 
-#ifndef TILE_END
-#define TILE_END 0
+#ifndef EARLY_LOADS  // also stores; Hopper's kernel gained nothing
+#define EARLY_LOADS 0
 #endif
-#if TILE_END
+#if EARLY_LOADS
 // Loads and stores without branches, which stay behind grid_dependency_wait, but which the compiler orders with others as it likes: no
 // CTA of this launch writes what is loaded.
 __device__ __forceinline__ float load_early(const float* p, bool is_wanted = true) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void wait_u(const u32* from, int width, int m, int M,
   bool missing = false;
 #pragma unroll
   for (int i = 0; i < PARTS * COUNT; i++)
-#if TILE_END && GIVEN_U
+#if EARLY_LOADS && GIVEN_U
     load_early(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
   return;
 #else
@@ -140,7 +140,7 @@ __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const
     for (int n = 0; n < STEP; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-#if TILE_END
+#if EARLY_LOADS
         r[n][i] = load_early(e.residual + at + (n * 8 + i % 2) * e.N + i / 2 * 8, first + n * 8 + i % 2 < e.M);
 #else
         r[n][i] = first + n * 8 + i % 2 < e.M ? e.residual[at + (n * 8 + i % 2) * e.N + i / 2 * 8] : 0.f;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const
     for (int n = 0; n < STEP; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-#if TILE_END
+#if EARLY_LOADS
         store_if(first + n * 8 + i % 2 < e.M, (float*)e.y + at + (n * 8 + i % 2) * e.N + i / 2 * 8, acc[n0 + n][i] + r[n][i]);
 #else
         if (first + n * 8 + i % 2 < e.M) ((float*)e.y)[at + (n * 8 + i % 2) * e.N + i / 2 * 8] = acc[n0 + n][i] + r[n][i];
@@ -160,7 +160,7 @@ __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const
 
 template <int COUNT>
 __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, float alpha0, float alpha1, int row0, int m0, int g, int t) {
-#if TILE_END
+#if EARLY_LOADS
   const float bias0 = load_early(e.bias + row0 + g, e.bias), bias1 = load_early(e.bias + row0 + g + 8, e.bias);
 #else
   const float bias0 = e.bias ? e.bias[row0 + g] : 0.f, bias1 = e.bias ? e.bias[row0 + g + 8] : 0.f;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 #if SWIGLU
     const float v0 = activation(acc[n][0]) * acc[n][2], v1 = activation(acc[n][1]) * acc[n][3];
     const u32 o = transpose8x8(pack2(v0, v1));
-#if TILE_END
+#if EARLY_LOADS
     store_if(m < e.M, (u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t, o);
 #else
     if (m < e.M) *(u32*)((u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t) = o;
@@ -195,7 +195,7 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 #else
     u16* y = (u16*)e.y + (size_t)m * e.N + row0 + 2 * t;
     const u32 o0 = transpose8x8(pack2(acc[n][0], acc[n][1])), o1 = transpose8x8(pack2(acc[n][2], acc[n][3]));
-#if TILE_END
+#if EARLY_LOADS
     store_if(m < e.M, y, o0), store_if(m < e.M, y + 8, o1);
 #else
     if (m < e.M) *(u32*)y = o0, *(u32*)(y + 8) = o1;

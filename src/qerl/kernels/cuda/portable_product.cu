@@ -12,9 +12,7 @@
 #ifndef GIVEN_U
 #define GIVEN_U 1
 #endif
-#ifndef TILE_END  // 0: as Hopper's kernel, 1: with loads and stores in the compiler's order, 2: also in a loop
-#define TILE_END 1
-#endif
+#define EARLY_LOADS 1
 #include "launch.cuh"
 #include "memory.cuh"
 #include "packed_epilogue.cuh"
@@ -187,33 +185,6 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
     }
     const int tile = (FEW ? begin : fresh(begin)) / kblocks, first_u = tile * kblocks;  // after the loop, if that needs the registers
     const int row0 = tile / token_tiles * RT + wr * (R16 * 16), m0 = tile % token_tiles * MT + wm * (NT * 8);
-#if TILE_END == 2
-    const bool is_part = begin > first_u;
-#pragma unroll
-    for (int r = 0; r < R16; r++) {
-      u32* slot = workspace + (size_t)part * SLOT + (warp * R16 + r) * (NT * 128) + lane * 4;
-      if (is_part) {
-#pragma unroll
-        for (int n = 0; n < NT; n++) store_partial(slot + n * 128, acc[r][n]);
-      } else if (end < first_u + kblocks) {
-        add_partials(acc[r], slot + SLOT, SLOT, ((u32)(first_u + kblocks) * parts - 1) / (u32)units - part);
-      }
-    }
-    // One piece after the other passes through the first one's registers: the instructions for one of them take long enough to be fetched.
-#pragma unroll 1
-    for (int i = is_part ? R16 * (NT / PIECE) : 0; i < R16 * (NT / PIECE); i++) {
-      const int row = row0 + i / (NT / PIECE) * 16, m = m0 + i % (NT / PIECE) * (PIECE * 8);
-      float piece[PIECE][4];
-#pragma unroll
-      for (int j = 0; j < PIECE * 4; j++) piece[j / 4][j % 4] = acc[0][j / 4][j % 4];
-      if (row < N) finish<PIECE>(piece, e, shrink.u(), load_early(e.alpha + row + g), load_early(e.alpha + row + g + 8), row, m, g, t);
-#pragma unroll
-      for (int j = 0; j < (R16 * NT - PIECE) * 4; j++) {
-        const int to = j / 4, from = to + PIECE;
-        acc[to / NT][to % NT][j % 4] = acc[from / NT][from % NT][j % 4];
-      }
-    }
-#else
 #pragma unroll
     for (int r = 0; r < R16; r++) {
       u32* slot = workspace + (size_t)part * SLOT + (warp * R16 + r) * (NT * 128) + lane * 4;
@@ -224,17 +195,12 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
       } else {
         if (end < first_u + kblocks) add_partials(acc[r], slot + SLOT, SLOT, ((u32)(first_u + kblocks) * parts - 1) / (u32)units - part);
         if (row < N) {
-#if TILE_END
           const float alpha0 = load_early(e.alpha + row + g), alpha1 = load_early(e.alpha + row + g + 8);
-#else
-          const float alpha0 = e.alpha[row + g], alpha1 = e.alpha[row + g + 8];
-#endif
 #pragma unroll
           for (int n = 0; n < NT; n += PIECE) finish<PIECE>(*(float(*)[PIECE][4])acc[r][n], e, shrink.u(), alpha0, alpha1, row, m0 + n * 8, g, t);
         }
       }
     }
-#endif
   }
   shrink.end();
 }
