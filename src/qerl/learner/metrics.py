@@ -122,7 +122,7 @@ class Measured(NamedTuple):
 
     total: Tensor
     most: Tensor
-    count: Tensor
+    number: Tensor
 
 
 N = TypeVar("N")
@@ -231,7 +231,9 @@ def update_measures(update: Update) -> Measures:
 def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies, list[Update]]:
     """Wait for the device, once. Return the tallies of the first pass and of the applied updates, and the
     updates with their norms."""
-    measures = {("", name): x for name, x in sampling_measures(first).items()}
+    measures: dict[tuple[int | str, str], Measured] = {
+        ("", name): x for name, x in sampling_measures(first).items()
+    }
     for i, update in enumerate(updates):
         measures |= {(i, name): x for name, x in update_measures(update).items()}
     found = read(measures)

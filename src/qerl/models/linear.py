@@ -146,7 +146,7 @@ class QuantLinear(nn.Module):
     def working_copies(self) -> list[tuple[Tensor, Tensor]]:
         """(working copy, master) of everything that is trained."""
         pairs = (self.a_work, self.lora_A), (self.b_work, self.lora_B)
-        full = [] if self.full is None else [(self.operand(), self.full)]
+        full: list[tuple[Tensor, Tensor]] = [] if self.full is None else [(self.operand(), self.full)]
         return full + [(work, master) for work, master in pairs if work is not None]
 
     @property

@@ -114,7 +114,8 @@ def copy_masters(linears: Sequence[QuantLinear | ExpertLinear]) -> None:
     trained = [pair for linear in linears for pair in linear.working_copies]
     fused = [pair for x in linears if isinstance(x, QuantLinear) for pair in x.fused_copies]
     for copies in filter(None, (trained, fused)):
-        torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
+        to, masters = ([pair[i] for pair in copies] for i in (0, 1))
+        torch._foreach_copy_(to, masters)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Experts(nn.Module):
