@@ -130,8 +130,11 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["train", "--task", "none.jsonl"], ["none.jsonl", "no such file"]),
         (["train", "--task=none.jsonl", "--model=smollm2-135m-instruct"], ["none.jsonl", "no such file"]),
         (["train", "demo", "--model=/no/such/model"], ["/no/such/model", "no such folder or file"]),
-        (["train", "my.jsonl"], ["my.jsonl is not a recipe; rows of your own: qerl train --task my.jsonl"]),
-        (["check", "my.csv"], ["my.csv is not a recipe; rows of your own: qerl check --task my.csv"]),
+        (
+            ["train", "my.jsonl"],
+            ["my.jsonl is a file, not a recipe; to use its rows: qerl train --task my.jsonl"],
+        ),
+        (["check", "my.csv"], ["my.csv is a file, not a recipe; to use its rows: qerl check --task my.csv"]),
         (["sft", "--data", "no.jsonl"], ["data no.jsonl: no such file"]),
         (["data", "no.jsonl"], ["qerl: no.jsonl: no such file"]),
         (["train", "dmo"], ["unknown recipe dmo", "did you mean demo"]),

@@ -82,7 +82,7 @@ def test_a_prompt_column_beside_a_question_column_is_never_guessed(tmp_path):
     ("template", "said"),
     [
         ("{qestion}", "{qestion}, not a column"),
-        ("{question} {level}", "{level}, not a column"),
+        ("{question} {level}", "no column 'level', which"),
         ("\\boxed{}", "write {{ and }} for braces"),
         ("{question", "expected '}'"),
         ("{hint.nothing}", "AttributeError"),

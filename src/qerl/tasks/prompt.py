@@ -74,11 +74,16 @@ class Renderer:
         columns = [aliases.get(name, name) for name in names]
         for column in columns:
             if column not in rows.columns:
-                hint = f", nor task.prompt_column {config.prompt_column!r}" if column == "question" else ""
-                hint = hint or ("" if column.isidentifier() else "; write {{ and }} for braces")
+                there_are = f"there are: {', '.join(rows.columns)}"
+                if column == "question":
+                    prompt = f"nor task.prompt_column {config.prompt_column!r} ({there_are})"
+                    raise UserError(
+                        f"{rows.name}: has neither the column 'question' of task.template {prompt};"
+                        " set task.prompt_column or task.template"
+                    )
+                hint = "" if column.isidentifier() else "; write {{ and }} for braces"
                 raise UserError(
-                    f"task.template names {{{column}}}, not a column of {rows.name}{hint}"
-                    f" (there are: {', '.join(rows.columns)})"
+                    f"{rows.name}: has no column {column!r}, which task.template names ({there_are}){hint}"
                 )
         return columns
 
