@@ -135,6 +135,8 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
             ["my.jsonl is a file, not a recipe; to use its rows: qerl train --task my.jsonl"],
         ),
         (["check", "my.csv"], ["my.csv is a file, not a recipe; to use its rows: qerl check --task my.csv"]),
+        (["train", "demo", "--num-steps", "ten"], ["--num-steps must be an integer, got 'ten'; --help"]),
+        (["train", "demo", "--seed=0", "--learn.adam-epsilon=x"], ["adam-epsilon must be a number, got 'x'"]),
         (["sft", "--data", "no.jsonl"], ["data no.jsonl: no such file"]),
         (["data", "no.jsonl"], ["qerl: no.jsonl: no such file"]),
         (["train", "dmo"], ["unknown recipe dmo", "did you mean demo"]),

@@ -15,11 +15,7 @@ import tyro
 from qerl.errors import UserError, did_you_mean, redact, require
 
 Options = TypeVar("Options")
-_NOT_A_NUMBER = (
-    (r"Error parsing (--\S+): invalid literal for int\(\) with base 10:", "an integer"),
-    (r"Error parsing (--\S+): could not convert string to float:", "a number"),
-)
-"""What tyro says of a wrong number, and what it must be."""
+_NO_NUMBER = r"Error parsing (--\S+): (?:invalid literal for (int)\b.*?|could not convert string to float):"
 
 
 def parse_options(
@@ -50,8 +46,7 @@ def _one_line(box: str) -> str:
     lines = [line.strip("\u2502 ") for line in box.splitlines() if not line.startswith(("\u256d", "\u2570"))]
     message = itertools.takewhile(lambda line: not line.startswith("\u2500"), lines)
     text = " ".join(filter(None, message)).rstrip(".")
-    for pattern, kind in _NOT_A_NUMBER:
-        text = re.sub(pattern, rf"\1 must be {kind}, got", text)
+    text = re.sub(_NO_NUMBER, lambda m: f"{m[1]} must be {'an integer' if m[2] else 'a number'}, got", text)
     return text + "; --help lists the options"
 
 

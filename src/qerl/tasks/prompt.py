@@ -74,16 +74,12 @@ class Renderer:
         columns = [aliases.get(name, name) for name in names]
         for column in columns:
             if column not in rows.columns:
-                there_are = f"there are: {', '.join(rows.columns)}"
-                if column == "question":
-                    prompt = f"nor task.prompt_column {config.prompt_column!r} ({there_are})"
-                    raise UserError(
-                        f"{rows.name}: has neither the column 'question' of task.template {prompt};"
-                        " set task.prompt_column or task.template"
-                    )
                 hint = "" if column.isidentifier() else "; write {{ and }} for braces"
+                if column == "question":
+                    hint = f"; set task.prompt_column, now {config.prompt_column!r}"
                 raise UserError(
-                    f"{rows.name}: has no column {column!r}, which task.template names ({there_are}){hint}"
+                    f"{rows.name}: has no column {column!r}, which task.template names"
+                    f" (there are: {', '.join(rows.columns)}){hint}"
                 )
         return columns
 

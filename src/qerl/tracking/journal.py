@@ -73,9 +73,7 @@ class Journal:
             sync_path(folder)
             self._place = OpenFolder(folder)
         except OSError as error:
-            raise UserError(
-                f"cannot write a run to {folder}: {error.strerror}; choose another folder with --out"
-            ) from None
+            raise UserError(f"cannot write a run to {folder}: {error.strerror}; set another --out") from None
         self._folder, self._num_steps = folder, num_steps
         self._next_step = 1 + max((record["step"] for record in self.steps()), default=-1)
         self._open_step: int | None = None
