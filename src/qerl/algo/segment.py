@@ -22,13 +22,10 @@ class Segments:
 
     @classmethod
     def of(cls, lengths_S: list[int], device: torch.device) -> "Segments":
-        longest = max(lengths_S, default=0)
-        places_T = [i * longest + t for i, length in enumerate(lengths_S) for t in range(length)]
-        return cls(
-            lengths_S=torch.tensor(lengths_S, dtype=torch.int64, device=device),
-            longest=longest,
-            places_T=torch.tensor(places_T, dtype=torch.int64, device=device),
-        )
+        longest, lengths = max(lengths_S, default=0), torch.tensor(lengths_S, dtype=torch.int64)
+        skipped_S = torch.arange(len(lengths_S)) * longest - (lengths.cumsum(0) - lengths)
+        places_T = torch.arange(int(lengths.sum())) + skipped_S.repeat_interleave(lengths)
+        return cls(lengths_S=lengths.to(device), longest=longest, places_T=places_T.to(device))
 
     def total(self, x_T: Tensor) -> Tensor:
         """Sum over each sample, [S]."""
