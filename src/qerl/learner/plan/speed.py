@@ -128,7 +128,7 @@ GPUS = {
 def gpu_named(name: str) -> Gpu:
     if name not in GPUS:
         hint = did_you_mean(name, GPUS) or f"; known: {', '.join(GPUS)}"
-        raise UserError(f"--gpu: unknown GPU {name!r} (give --gpu-gb for one that is not known){hint}")
+        raise UserError(f"--gpu: unknown GPU {name!r}; for one that is not listed give --gpu-gb GB{hint}")
     return GPUS[name]
 
 
