@@ -25,20 +25,21 @@ USAGE = """\
 usage: python -m benchmarks BENCHMARK [OPTIONS]
 
 benchmarks:
-  families print what computes each family of models, or write it with --write; needs no GPU
-  guesses  what guessing tokens from earlier text would bring a decode step; needs no GPU
-  limits   measure a GPU's memory and matrix rates, which floors are computed from
-  linear   time the linears of a decode step beside other libraries
-  matrix   compile every CUDA kernel for every architecture and print what it uses; needs no GPU
-  pictures draw the pictures of README.md
-  partial  training steps with partial rollouts against steps without
-  parity   compare the engine's log-probabilities with the learner's
-  serve    load `qerl serve` on loopback with one client and with many
-  start    time a fresh process up to its first decode step and update, kernels cold and warm
-  tile     time all tiles of the NVFP4 kernel and write the table that the kernel reads
-  table    print the tables of README.md and docs/, or write them with --write
-  vllm-rollout   run vLLM on the lengths of qerl bench rollout, where it is installed
+  families      Print which code computes each family of models; --write updates the page; needs no GPU
+  guesses       Estimate the gain of n-gram speculation (tokens guessed from earlier text); needs no GPU
+  limits        Measure the GPU's memory and matrix rates, from which floors are computed
+  linear        Time the linears of a decode step beside other libraries
+  matrix        Compile every CUDA kernel for every architecture and print what it uses; needs no GPU
+  parity        Compare the engine's log-probabilities with the learner's
+  partial       Time training steps with partial rollouts and without
+  pictures      Draw the pictures of README.md
+  serve         Load `qerl serve` on loopback with one client, then with many
+  start         Time a fresh process up to its first decode step and update, kernels cold and warm
+  table         Print the tables of README.md and docs/; --write updates them
+  tile          Time all tiles of the NVFP4 kernel and write the table that the kernel reads
+  vllm-rollout  Run vLLM on the lengths of `qerl bench rollout`, where it is installed
 
+Run 'python -m benchmarks BENCHMARK --help' for the options.
 Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn', 'rollout' and 'step' write
 there too. serve, start and vllm-rollout print theirs."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {

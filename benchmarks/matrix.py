@@ -28,6 +28,7 @@ from qerl.kernels.decode_attention import DecodeAttention, LayerCache
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.delta_net_step import DeltaNetStep, DeltaWeights, Gates
 from qerl.kernels.gated_delta_net import DeltaShape
+from qerl.kernels.head_portable import PortableHeadSample
 from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
@@ -235,7 +236,7 @@ def decode_variants(
 ) -> list[KernelVariant]:
     """Return the kernels that a decode step of this many rows launches on the card.
 
-    heads: formats of the output head, where the card has its sampling kernel (Hopper).
+    heads: formats of the output head; NVFP4's has a sampling kernel on Hopper alone.
     """
     with _pretended(card), dry_run() as variants:
         state = DecodeState.empty(rows, _PAGES, 1, _META)
@@ -243,8 +244,11 @@ def decode_variants(
         if a.delta is not None:
             _step_delta(a, a.delta, state, rank)
         _multiply(a, card, rows, rank, noise_table)
-        for format in heads if card.has_wgmma else ():
-            _sample(HeadSample(_head(format, a), rows, _META), state, a.width)
+        for head in (_head(format, a) for format in heads):
+            if card.has_wgmma:
+                _sample(HeadSample(head, rows, _META), state, a.width)
+            if not isinstance(head, NVFP4Head):
+                _sample(PortableHeadSample(head, rows, _META), state, a.width)
     return list(variants)
 
 

@@ -27,7 +27,15 @@ usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--task
        python -m studies pages [NAME ...]
        python -m studies mixture [--num-steps N] [--seed N] [--out DIR]
 
-Studies: {", ".join(STUDIES)}. `python -m studies run NAME --help` lists the options."""
+Train the arms of a study with several seeds, and test its claims (docs/studies.md).
+
+  run      Run what OUT/NAME/results.jsonl does not have yet, then write the study's page
+  pages    Write the pages and studies/findings.md again from the stored results
+  mixture  Train a small mixture of experts from scratch, then with rewards
+
+studies: {", ".join(STUDIES)}
+
+Run 'python -m studies run NAME --help' for the options."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

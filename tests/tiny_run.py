@@ -155,6 +155,7 @@ def forked(work: Callable[[], object], stdout: Path, stderr: Path) -> int:
         return pid
     code = 70
     try:
+        gc.freeze()  # what the tests before have made is not this run's to look at
         os.setsid()
         sys.stdout, sys.stderr = _redirected(1, stdout), _redirected(2, stderr)
         signal.signal(signal.SIGINT, signal.default_int_handler)

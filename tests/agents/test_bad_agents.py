@@ -177,7 +177,7 @@ def test_a_key_is_dead_once_its_episode_is_over_and_opens_no_other(model, tmp_pa
         groups = play(late, {"do": "wait"}, {"do": "try_keys"}, num_samples=2)
     assert failures_of(groups) == [[None] * 2] * 3
     status, message = json.loads((tmp_path / "status").read_text())
-    assert status == 410 and "is over: its key is dead" in message
+    assert status == 410 and "is over: its key is invalid now" in message
     assert groups[0].samples_G[0].episode.num_turns == 1
 
 

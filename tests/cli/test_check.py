@@ -111,7 +111,7 @@ def test_a_reward_that_raises_is_tried_and_told_with_its_line(check, tmp_path):
         (
             "math",
             ["The answer is 5, because it is so."] * 4,
-            "own answer has the reward 0: look at task.answer_column",
+            "own answer has the reward 0: check task.answer_column",
         ),
         ("numeric", ["none", "5", "6", "7"], "the answer 'none' contains no number"),
     ],

@@ -121,7 +121,8 @@ def test_hidden_states_and_recorded_experts_are_those_of_pytorch(mixture, format
                 torch.frombuffer(bytearray(cache.read_routes(own, 20)), dtype=torch.uint8) for cache in caches
             ]
             agreements.append((ids[0] == ids[1]).float().mean())
-    assert torch.stack(agreements).mean() > 0.97
+    chosen = len(ids[0]) * rows  # near ties differ: 3 deviations of so many choices
+    assert torch.stack(agreements).mean() > 0.97 - 3 * (0.03 * 0.97 / chosen) ** 0.5
     assert torch.cat(errors).median() < 0.02
 
 

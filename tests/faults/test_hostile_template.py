@@ -21,7 +21,7 @@ DOUBLING = (
     "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
 )
 NESTED = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
-NO_END, NO_ROOM = "takes more than 0.3 s of processor time", "takes more than 0.1 GB of memory"
+NO_END, NO_ROOM = "takes more than 0.3 s of CPU time", "takes more than 0.1 GB of memory"
 
 
 def refusal(made):

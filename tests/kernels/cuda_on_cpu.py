@@ -3,9 +3,9 @@
     with on_cpu(): DeltaNetStep(shape, rows, cpu, is_by_head=False).step(...)        needs g++ with C++20
 
 For kernels in plain CUDA: barriers, shuffles, atomics, streaming loads and stores. Of the assembly these
-are replaced: the conversion to bfloat16, powers of 2, matrix instructions (mma.cuh), copies (async_copy.cuh),
-words that CTAs pass on (memory.cuh; of CTAs that wait for later ones there must be one). It shows indices and
-arithmetic, not what depends on the order of CTAs, on an early launch or on the memory of a GPU.
+are replaced: the conversion to bfloat16, powers of 2, logarithms, matrix instructions (mma.cuh), copies
+(async_copy.cuh), words that CTAs pass on (memory.cuh; of CTAs that wait for later ones there must be one). It
+shows indices and arithmetic, not what depends on the order of CTAs, on an early launch or on a GPU's memory.
 """
 
 import contextlib
@@ -86,6 +86,10 @@ static int atomicAdd(int* to, int x) { return __atomic_fetch_add(to, x, __ATOMIC
 static unsigned to_bfloat16(float x) {
   const unsigned u = bits<unsigned>(x);
   return (u + 0x7FFF + (u >> 16 & 1)) >> 16;
+}
+static unsigned scaled_by_2_120(unsigned pair) {  // of two bfloat16
+  const float low = bits<float>(pair << 16) * 0x1p120f, high = bits<float>(pair & 0xFFFF0000u) * 0x1p120f;
+  return to_bfloat16(high) << 16 | to_bfloat16(low);
 }
 static float __shfl_xor_sync(unsigned, float x, int mask) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -209,6 +213,7 @@ COPIES = r"""
 #include "types.cuh"
 static void copy_async(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 16); }
 static void copy_async_4(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 4); }
+static void copy_async_if(bool condition, u32 to, const void* from) { if (condition) copy_async(to, from); }
 static void commit_copies() {}
 template <int PENDING>
 static void wait_copies() {}
@@ -228,6 +233,8 @@ REPLACED = {"mma.cuh": MATRIX, "async_copy.cuh": COPIES, "memory.cuh": MEMORY}
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];")
 CONVERSION = re.compile(r'asm\("cvt\.rn\.bf16x2\.f32.*?\);')
 POWER = re.compile(r'asm\("ex2\.approx\.ftz\.f32.*?\);')
+LOGARITHM = re.compile(r'asm\("lg2\.approx\.ftz\.f32.*?\);')
+PRODUCT = re.compile(r'asm\("fma\.rn\.bf16x2[^:]*: "=r"\(y\).*?\);')
 
 
 class CpuKernel:
@@ -255,7 +262,8 @@ def copy_sources(folder: Path) -> None:
     """Copy kernels/cuda/ into a folder, with assembly that is replaced in C++."""
     for file in (resources.files("qerl.kernels") / "cuda").iterdir():
         text = CONVERSION.sub("d = to_bfloat16(high) << 16 | to_bfloat16(low);", file.read_text())
-        text = POWER.sub("y = exp2f(x);", text)
+        text = LOGARITHM.sub("y = log2f(x);", POWER.sub("y = exp2f(x);", text))
+        text = PRODUCT.sub("y = scaled_by_2_120(x);", text)
         text = DYNAMIC.sub(r"u8* \1 = dynamic_memory;", REPLACED.get(file.name, text))
         (folder / file.name).write_text(text)
 

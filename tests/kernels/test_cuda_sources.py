@@ -13,6 +13,7 @@ CUDA = resources.files("qerl.kernels") / "cuda"
 DECODE = {"MT": 8, "WG": 1, "KB": 128, "STAGES": 4, "CTAS": 1, "GROUP": 4, "U_WORDS": 49152}
 ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
 DELTA = {"KEY_HEADS": 2, "GROUP": 2}
+HEAD = {"MT": 32, "WR": 2, "WM": 1, "KB": 128, "STAGES": 2, "CTAS": 1, "WIDTH": 1024}
 SHRINK = {"TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 1, "WARPS": 8, "CLUSTER": 8}
 GROUPED = {"MT": 8, "WR": 4, "R16": 1, "KB": 192, "STAGES": 4, "CTAS": 3}
 GROUPED_HOPPER = grouped_hopper.defines_of(grouped_hopper.hopper_tile(64, 2880), 2, True)
@@ -35,6 +36,7 @@ CONFIGURATIONS = (
     ("expert_rows.cu", {}),
     ("head_finish.cu", {"STEP": 1}),
     *(("head_norm.cu", {"HEAD": 128, "THREADS": 96, "NORM": norm}) for norm in (0, 1)),
+    *(("head_portable.cu", HEAD | {"FORMAT": format, "OUTPUT": 0}) for format in (0, 1)),
     *(("head_sample.cu", {**choose_tile(8, kind, 1024).defines, "OUTPUT": 0}) for kind in range(3)),
     ("logprob.cu", {"THREADS": 1024}),
     ("lora_shrink.cu", SHRINK | {"NORM": 0, "TABLE": 0}),

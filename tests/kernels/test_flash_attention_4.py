@@ -71,16 +71,16 @@ def test_it_is_asked_for_the_definition(kind, has_sinks, monkeypatch, rng):
 @pytest.mark.parametrize(
     ("major", "head_size", "is_installed", "is_asked", "expected"),
     [
-        (9, 256, True, True, True),
+        (9, 256, True, False, True),
         (10, 128, True, True, True),
+        (10, 128, True, False, False),
         (10, 256, True, True, False),
         (8, 128, True, True, False),
         (9, 100, True, True, False),
         (9, 128, False, True, False),
-        (9, 128, True, False, False),
     ],
 )
-def test_it_is_chosen_where_it_is_installed_and_asked_for(
+def test_it_is_chosen_where_it_is_installed_and_has_run(
     major, head_size, is_installed, is_asked, expected, monkeypatch
 ):
     monkeypatch.setenv("QERL_UNTRIED", str(int(is_asked)))
@@ -88,7 +88,10 @@ def test_it_is_chosen_where_it_is_installed_and_asked_for(
     monkeypatch.setattr(op, "_function", lambda: imitated)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     queries = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (5, 4, head_size), "device": "cuda"}
-    assert op.is_for_flash_4(types.SimpleNamespace(**queries)) is expected  # type: ignore[arg-type]
+    assert op.is_for_flash_4(types.SimpleNamespace(**queries), 2) is expected  # type: ignore[arg-type]
+    sinks = options_of("plain", True, 4)
+    assert op.is_for_flash_4(types.SimpleNamespace(**queries), 2, sinks) is expected  # type: ignore[arg-type]
+    assert not op.is_for_flash_4(types.SimpleNamespace(**queries), 4, sinks)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -134,16 +137,15 @@ def test_another_package_of_its_name_is_not_it(package):
 
 def test_a_cpu_and_fp32_are_not_for_it(monkeypatch):
     monkeypatch.setattr(op, "_is_installed", lambda: True)
-    assert not op.is_for_flash_4(torch.zeros(5, 4, 64, dtype=torch.bfloat16))
+    assert not op.is_for_flash_4(torch.zeros(5, 4, 64, dtype=torch.bfloat16), 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("kind", [*flash_2.KINDS, *OPTIONS])
-@pytest.mark.parametrize("case", CASES[2:])
-def test_on_a_gpu_bf16_loses_no_more_than_plain_operations(case, kind, has_sinks, device, rng, monkeypatch):
-    monkeypatch.setenv("QERL_UNTRIED", "1")
-    if not op.is_for_flash_4(torch.empty(1, 1, case[2], dtype=torch.bfloat16, device=device)):
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu_bf16_loses_no_more_than_plain_operations(case, kind, has_sinks, device, rng):
+    if not op.is_for_flash_4(torch.empty(1, 4, case[2], dtype=torch.bfloat16, device=device), 2):
         pytest.skip("needs flash-attn-4 and a GPU that it knows")
     trees, operands, do = flash_2.operands_of(case, torch.bfloat16, rng, device)
     options, layout = options_of(kind, has_sinks, case[0], device), TreeLayout.of(trees, device)

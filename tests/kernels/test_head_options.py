@@ -57,36 +57,6 @@ def test_a_plain_head_is_compiled_without_the_options():
     assert definitions(scale=0.5, softcap=9.0) == [plain | {"SCALE": 1, "SOFTCAP": 1}]
 
 
-@pytest.mark.parametrize("scale_and_cap", OPTIONS)
-def test_the_portable_kernel_samples_from_capped_logits_in_the_interpreter(scale_and_cap, rng):
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    from qerl.kernels import head_portable
-
-    (M, V, D), (scale, softcap) = (5, 208, 128), scale_and_cap
-    hidden = torch.randn(M, D, generator=rng).half()
-    weight = (torch.randn(V, D, generator=rng) * 6 / D**0.5).half()
-    keys = torch.randint(0, 2**62, (M,), generator=rng)
-    positions = torch.randint(0, 5000, (M,), generator=rng, dtype=torch.int32)
-    logits, partials = torch.empty(M, V), torch.empty(M, -(-V // op.CHUNK), 4)
-    sizes = {"BLOCK_V": op.CHUNK, "BLOCK_M": 16, "BLOCK_K": 64, "SCALE": scale, "SOFTCAP": softcap}
-    for draws in (False, True):
-        head_portable._chunk[(1, -(-V // op.CHUNK))](
-            *(hidden, weight, None, keys, positions, torch.tensor([0.7]), partials, logits, M, V, D, 0),
-            IS_FP8=False,
-            DRAWS=draws,
-            **sizes,
-        )
-    assert rms_error(logits, op.reference_logits(hidden, weight, scale, softcap)) < 3e-7
-    best_M1 = partials[:, :, 0].argmax(1, keepdim=True)
-    tokens_M = partials[:, :, 2].contiguous().view(torch.int32).gather(1, best_M1)[:, 0]
-    logprobs_M = partials[:, :, 1].gather(1, best_M1)[:, 0] - partials[:, :, 3].logsumexp(1)
-    truth_M, truth_logprobs_M, _ = op.reference(hidden, weight, keys, positions, 0.7, scale, softcap)
-    assert torch.equal(tokens_M.long(), truth_M)
-    assert (logprobs_M - truth_logprobs_M).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize(("rows", "head"), [(8, BF16), (8, FP8), (64, op.NVFP4Head)])
 def test_the_kernels_with_both_options_fit_hopper(rows, head):
     pytest.importorskip("cuda.bindings.nvrtc")

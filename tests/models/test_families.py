@@ -216,7 +216,7 @@ def test_a_multimodal_checkpoint_without_a_language_part_is_refused(tmp_path):
             {"layer_types": ["chunked_attention"] * 4},
             "layer_types must be full_attention or sliding",
         ),
-        ("Gemma4", {"hidden_size_per_layer_input": 16}, "this model has embeddings of each layer"),
+        ("Gemma4", {"hidden_size_per_layer_input": 16}, "this model has per-layer embeddings"),
         ("Gemma4", {"num_kv_shared_layers": 2}, "this model has layers that share keys and values"),
         ("Gemma4", {"enable_moe_block": True}, "this model has experts beside its MLP"),
         ("Gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config must be that of all"),

@@ -200,7 +200,7 @@ def test_a_quantized_copy_is_the_same_model(tmp_path, name):
 CHANGED_KEYS = {
     "embedding_length_per_layer_input": (
         16,
-        "embeddings of each layer .* not supported in GGUF; use the model",
+        "per-layer embeddings .* not supported in GGUF; use the model",
     ),
     "attention.shared_kv_layers": (2, "layers that share keys and values are not supported in GGUF"),
     "expert_count": (8, "mixture of experts"),

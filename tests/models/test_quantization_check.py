@@ -74,7 +74,7 @@ def test_weights_on_the_grid_give_a_merged_model_away(tmp_path):
     error = quantization_error(decoder_of(tmp_path), locate(str(tmp_path)).open(), PROBES)
     assert 0.003 < error.weight_error < 0.006
     line = describe(dataclasses.replace(error, kl=0.02), "nvfp4", None, "a text")
-    assert line.startswith("warning: nvfp4") and "from the grid of nvfp4 already" in line
+    assert line.startswith("warning: nvfp4") and "of values of nvfp4: if this is a merged model" in line
     assert not describe(dataclasses.replace(error, kl=0.02), "int8", None, "a text").startswith("warning")
 
 

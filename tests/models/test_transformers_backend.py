@@ -83,7 +83,7 @@ def test_rows_that_are_copied_and_dropped_decode_as_whole_sequences(tmp_path, fa
 
 
 @pytest.mark.parametrize(
-    ("family", "says"), [("PaliGemma", "tokens see later ones"), ("GPT2", "no torch.nn.Linear")]
+    ("family", "says"), [("PaliGemma", "tokens attend to later ones"), ("GPT2", "no torch.nn.Linear")]
 )
 def test_a_model_that_cannot_be_trained_is_refused_in_one_line(tmp_path, monkeypatch, family, says):
     monkeypatch.setitem(ROWS, "GPT2", {"n_embd": 64, "n_layer": 1, "n_head": 4})

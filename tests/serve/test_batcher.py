@@ -285,7 +285,7 @@ def test_a_pause_gives_the_engine_back_and_ends_what_runs(model, batcher):
     assert batcher.batch is None
     with pytest.raises(CancelledRequestError):
         long.future.result(timeout=30)
-    with pytest.raises(BusyError, match="at other work"):
+    with pytest.raises(BusyError, match="engine is paused"):
         batcher.submit(request_of(model, "two"))
     model.engine.generate([parts.prompt_of(model, "two")], num_samples=1, sampling=SAMPLING, seed=0, step=0)
     batcher.resume()

@@ -81,8 +81,8 @@ def test_a_prompt_column_beside_a_question_column_is_never_guessed(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{qestion}", "{qestion}, not a column"),
-        ("{question} {level}", "{level}, not a column"),
+        ("{qestion}", "no column 'qestion', which"),
+        ("{question} {level}", "no column 'level', which"),
         ("\\boxed{}", "write {{ and }} for braces"),
         ("{question", "expected '}'"),
         ("{hint.nothing}", "AttributeError"),
@@ -102,7 +102,7 @@ def test_a_template_is_refused_before_a_row_is_rendered_and_with_the_columns_the
 
 def test_a_missing_prompt_column_is_refused_with_the_columns_there_are(tmp_path):
     message = refused(tmp_path, prompt_column="problem")
-    assert "task.prompt_column 'problem'" in message and "there are: prompt, answer, hint" in message
+    assert "task.prompt_column, now 'problem'" in message and "there are: prompt, answer, hint" in message
 
 
 TALK = [

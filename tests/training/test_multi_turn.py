@@ -244,7 +244,7 @@ def test_resets_that_disagree_are_failures_but_for_the_first(play):
 def test_if_every_episode_fails_the_run_ends_with_a_line_on_why(play):
     groups = play({"step": "raise"})
     with pytest.raises(
-        UserError, match=r"no sample of the step has a reward; 3 of 3: raised ValueError: Talk"
+        UserError, match=r"no sample of the step has a reward; 3 of 3 failed: raised ValueError: Talk"
     ):
         play.pool.score(groups)
 

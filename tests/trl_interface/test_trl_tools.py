@@ -140,7 +140,7 @@ def test_what_cannot_be_done_is_refused(tmp_path):
         ({"environment_factory": object}, "environment_factory: its object has no reset"),
         ({"rollout_func": print}, "rollout_func is not supported"),
         ({}, "reward_funcs: there is no reward function"),
-        ({"tools": [add]}, "reward_funcs: there is none, nor a get_reward"),
+        ({"tools": [add]}, "reward_funcs is empty, and the environment has no get_reward"),
     ):
         with pytest.raises(UserError, match=message):
             GRPOTrainer("model", None, arguments(tmp_path), [{"prompt": "a"}] * 4, **more)

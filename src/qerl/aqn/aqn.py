@@ -26,9 +26,7 @@ class AQN:
         self.num_drawn = 0
         """Number of different Z in the latest `sampling`."""
         if config.noise.schedule != "none" and not table.norms:
-            raise UserError(
-                "noise.schedule asks for noise, but no norm of this model takes it: set --noise.schedule none"
-            )
+            raise UserError("this model has no RMSNorm that noise can be added to: set --noise.schedule none")
         self._table, self._config, self._gather = table, config, gather
         if config.noise.scope != "step":
             table.open(config.noise.scope, config.num_noises)

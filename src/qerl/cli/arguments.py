@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import io
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
@@ -14,6 +15,7 @@ import tyro
 from qerl.errors import UserError, did_you_mean, redact, require
 
 Options = TypeVar("Options")
+_NO_NUMBER = r"Error parsing (--\S+): (?:invalid literal for (int)\b.*?|could not convert string to float):"
 
 
 def parse_options(
@@ -43,7 +45,9 @@ def _one_line(box: str) -> str:
     """Return the message in one of tyro's boxes, without what stands below its first rule."""
     lines = [line.strip("\u2502 ") for line in box.splitlines() if not line.startswith(("\u256d", "\u2570"))]
     message = itertools.takewhile(lambda line: not line.startswith("\u2500"), lines)
-    return " ".join(filter(None, message)).rstrip(".") + "; --help lists the options"
+    text = " ".join(filter(None, message)).rstrip(".")
+    text = re.sub(_NO_NUMBER, lambda m: f"{m[1]} must be {'an integer' if m[2] else 'a number'}, got", text)
+    return text + "; --help lists the options"
 
 
 def split_names(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -85,7 +89,7 @@ def check_known(name: str, known: Iterable[str], kind: str) -> str:
 def check_recipe(name: str, known: Iterable[str], command: str) -> str:
     """Return the name; raise UserError if it is no recipe, with the option that takes a file of rows."""
     if name not in known and name.endswith((".jsonl", ".json", ".parquet", ".csv")):
-        raise UserError(f"{name} is not a recipe; rows of your own: qerl {command} --task {name}")
+        raise UserError(f"{name} is a file, not a recipe; to use its rows: qerl {command} --task {name}")
     return check_known(name, known, "recipe")
 
 

@@ -28,8 +28,9 @@ from qerl.errors import UserError, require
 
 DESCRIPTION = f"""{__doc__}
 
+examples:
   qerl sft --data chats.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --out runs/sft
-  qerl train --init-adapter runs/sft --task ... continues with rewards
+  qerl train --init-adapter runs/sft --task ...     # continue with rewards
 
 short options:
   --model MODEL           same as --model.path

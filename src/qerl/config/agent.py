@@ -24,21 +24,21 @@ class AgentConfig:
     """Maximum number of episodes that run at the same time."""
 
     kept_pages_fraction: float = 0.5
-    """Fraction of the KV cache's pages in which episodes' prompts and answers are kept at most for the next
-    call. They are given up as soon as a request needs them. 0: each call computes its whole prompt."""
+    """Largest fraction of the KV cache's pages that keep prompts and answers for an episode's next call
+    (prefix caching). They are freed when a request needs them. 0: each call computes its whole prompt."""
 
     call_timeout_s: float = 300.0
-    """A call of the model that is not complete after so many seconds fails."""
+    """A call of the model that takes longer than this fails."""
 
     tool_timeout_s: float | None = None
     """A tool call, or another step, of an environment of verifiers or OpenEnv fails after so many seconds.
     None: the package's limit, 600 or 60. An agent of your own limits its tools itself."""
 
     episode_timeout_s: float = 900.0
-    """An episode that is not over after so many seconds is broken: its sample gets no reward."""
+    """An episode that is not over after so many seconds is stopped: its sample gets no reward."""
 
     step_timeout_s: float | None = None
-    """Episodes of a step that are not over so many seconds after the first began are broken; None: no limit
+    """Episodes of a step that are not over so many seconds after the first began are stopped; None: no limit
     besides each episode's own."""
 
     max_body_bytes: int = 4_194_304

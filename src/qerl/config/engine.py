@@ -61,7 +61,7 @@ class SampleConfig:
     """Sample from the k most likely tokens. The learner's policy is not truncated."""
 
     top_p: float | None = None
-    """Sample from the smallest set of tokens with this probability."""
+    """Sample from the smallest set of tokens with this total probability."""
 
     min_p: float | None = None
     """Drop tokens below this fraction of the most likely token's probability."""

@@ -24,8 +24,8 @@ class ModelConfig:
 
     calibrate: Literal["none", "gptq"] = "none"
     """gptq: before training, choose the NVFP4 codes of a float checkpoint so that each layer's outputs on the
-    task's prompts and the model's own samples change least. The result is written to base in the run's
-    folder, and trained. It keeps what a merged or fine-tuned model learned, which rounding may take back."""
+    task's prompts and the model's own samples change least. The run writes the result to its folder base and
+    trains it. This keeps what a merged or fine-tuned model learned, which plain rounding may undo."""
 
     sampler_format: Literal["fp8", "fp8-flow", "int8"] | None = None
     """Format of a second copy of the linear weights, for the sampler only (FlashRL). The two policies then

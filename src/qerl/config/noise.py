@@ -25,7 +25,7 @@ class ControlConfig:
     """plappert: sigma is multiplied or divided by this in each step."""
 
     warmup_steps: int = 5
-    """First steps, without noise: their mean KL is the level that rounding and kernels cause."""
+    """Number of first steps without noise. Their mean KL is what rounding and kernels cause."""
 
     sigma_min: float = 1e-4
     """Lower bound of sigma."""

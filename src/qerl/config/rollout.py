@@ -18,7 +18,7 @@ class RolloutConfig:
     environments, agents, a teacher or Ray."""
 
     extra_prompts: int = 8
-    """partial: prompts in work beyond num_prompts, at most num_prompts."""
+    """partial: number of prompts that are sampled beyond num_prompts; at most num_prompts."""
 
     max_staleness: int = 2
     """partial: a step waits for the groups that were begun this many steps before it."""

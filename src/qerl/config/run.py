@@ -25,7 +25,7 @@ class EvalConfig:
     """Number of held-out problems to evaluate before and after training; 0 skips evaluation."""
 
     every: int | None = None
-    """Evaluate after every this many steps too."""
+    """Steps between evaluations during training; None: only before and after it."""
 
     success_threshold: float | None = None
     """A sample is correct if its reward is at least this. None: 1 for built-in rewards; own ones then have
@@ -110,11 +110,11 @@ class RunConfig:
     nats."""
 
     accept_changes: bool = False
-    """Resume although a reward's source or the rows differ from those that the run began with; run.json says
-    from which step on. Start again although the run's checkpoints are gone."""
+    """Resume although a reward's source or the rows have changed since the run began (run.json records from
+    which step on), or start again although the run's checkpoints are gone."""
 
     strict: bool = False
-    """Raise an error, not a notice, where rows or a part of the checkpoint are not used as they are given."""
+    """Stop with an error, not a notice, if rows or a part of the checkpoint are not used as they are."""
 
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Loggers of metrics besides the run's own files. Each needs the package of its name."""

@@ -52,17 +52,17 @@ class AttentionSteps:
         if a.value_norm or a.layer_scalar or len(set(a.each_kv_heads)) > 1:
             return "they do not compute norms of values and heads that differ by layer"
         if a.qk_norm and a.qk_norm_over == "head" and _grows(a):
-            return "they do not compute queries that are normed and grow with the position"
+            return "they do not compute queries that are both normed and scaled by position"
         if a.qk_norm and a.qk_norm_over == "projection" and a.attention_gate:
             return "they do not compute gated attention with norms over all heads"
         if not supports(a.num_heads, a.num_kv_heads, a.head_size, page_tokens):
             return (
-                "attention takes heads of 64 or 128, up to 16 to a key, or of 256, up to 8, and pages of a"
+                "attention takes heads of 64 or 128 (up to 16 to a key) or 256 (up to 8), and pages of a"
                 f" multiple of 16 tokens; here {a.num_heads} / {a.num_kv_heads} heads of {a.head_size}, pages"
                 f" of {page_tokens}"
             )
         if not supports(a.num_heads, a.num_kv_heads, a.head_size, page_tokens, a.rotated):
-            return f"attention rotates a multiple of 32 elements of a head, here {a.rotated}"
+            return f"RoPE must rotate a multiple of 32 elements of a head, here {a.rotated}"
         return None
 
     def __call__(self, layer_index: int, layer: Layer) -> LayerStep:

@@ -33,6 +33,7 @@ from qerl.kernels.compile_tally import CompileReport
 from qerl.kernels.decode_shape import CHUNK
 from qerl.kernels.grouped_hopper import HopperGroupedProduct
 from qerl.kernels.grouped_product import GroupedProduct
+from qerl.kernels.head_portable import PortableHeadSample
 from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
@@ -221,8 +222,6 @@ class RunnerCache:
         lm_head, device = self._decoder.lm_head, self._decoder.device
         if self.kernels == "hopper":
             return HeadSample(head, self._rows, device, scale=lm_head.scale, softcap=lm_head.softcap)
-        from qerl.kernels.head_portable import PortableHeadSample  # triton is installed only with a GPU
-
         assert not isinstance(head, NVFP4Head)  # kernel_head
         return PortableHeadSample(head, self._rows, device, scale=lm_head.scale, softcap=lm_head.softcap)
 

@@ -7,6 +7,9 @@ a fixed order, by counters that each block waits for. Each kind of attention (he
 window, cap, sinks, few or more than 256 sequences, up to or more than 64 queries) is compiled when it is
 first met, forward and backward for about 10 s, and kept beside the other compiled kernels.
 
+With sinks and a key head for each query head, 4.0.0b36 returned zeros for short sequences
+on an H100, so FlashAttention 2 computes these. Blackwell is asked for by QERL_UNTRIED=1: none has run it.
+
 It also imports Triton and einops. Where one of its packages is missing, FlashAttention 2 takes its place and
 a line is logged.
 """
@@ -34,12 +37,14 @@ _MAX_HEAD_BY_MAJOR = {9: 256, 10: 128}
 _logger = logging.getLogger(__name__)
 
 
-def is_for_flash_4(q_TNH: Tensor) -> bool:
-    """True if FlashAttention 4 is installed and computes attention of such queries."""
-    if not (untried.are_used() and q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16)):
+def is_for_flash_4(q_TNH: Tensor, num_key_heads: int, options: AttentionOptions = PLAIN) -> bool:
+    """True if FlashAttention 4 is installed and computes such attention."""
+    if not (q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16)):
         return False
     major, _ = torch.cuda.get_device_capability(q_TNH.device)
-    head_size = q_TNH.shape[2]
+    _, num_heads, head_size = q_TNH.shape
+    if (options.sinks_N is not None and num_heads == num_key_heads) or not (major == 9 or untried.are_used()):
+        return False
     is_size = head_size % 8 == 0 and head_size <= _MAX_HEAD_BY_MAJOR.get(major, 0)
     return is_size and _is_installed() and _function() is not None
 

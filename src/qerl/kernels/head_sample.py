@@ -283,14 +283,8 @@ class HeadSample:
         self._finish(m, pointers, sizes, step=1)
 
     def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV, *, output: int) -> None:
-        m, hidden_MD = len(hidden_MD), self._widened(hidden_MD)
-        assert hidden_MD.shape == (m, self._d) and hidden_MD.dtype == torch.bfloat16
-        assert hidden_MD.is_contiguous() and hidden_MD.data_ptr() % 16 == 0
-        if logits_MV is None:
-            assert m <= len(self._partials)
-            assert keys.dtype == torch.int64 and keys.shape[0] >= m and keys.is_contiguous()
-            assert positions.dtype == torch.int32 and positions.shape[0] >= m and positions.is_contiguous()
-            assert temperature.dtype == torch.float32 and temperature.shape == (1,)
+        hidden_MD = self._checked(hidden_MD, keys, positions, temperature, logits_MV)
+        m = len(hidden_MD)
         tile = choose_tile(m, self._format, self._d)
         weight_map, tiles, factors = bytes(128), None, None
         if isinstance(self.head, BF16):
@@ -314,6 +308,18 @@ class HeadSample:
                 operands,
             ),
         )
+
+    def _checked(self, hidden_MD, keys, positions, temperature, logits_MV) -> Tensor:
+        """Return the hidden states in the head's width; the others are needed if no logits are."""
+        m, hidden_MD = len(hidden_MD), self._widened(hidden_MD)
+        assert hidden_MD.shape == (m, self._d) and hidden_MD.dtype == torch.bfloat16
+        assert hidden_MD.is_contiguous() and hidden_MD.data_ptr() % 16 == 0
+        if logits_MV is None:
+            assert m <= len(self._partials)
+            assert keys.dtype == torch.int64 and keys.shape[0] >= m and keys.is_contiguous()
+            assert positions.dtype == torch.int32 and positions.shape[0] >= m and positions.is_contiguous()
+            assert temperature.dtype == torch.float32 and temperature.shape == (1,)
+        return hidden_MD
 
     def _widened(self, hidden_MD: Tensor) -> Tensor:
         """Return the hidden states with a zero for each zero at the end of the head's rows."""

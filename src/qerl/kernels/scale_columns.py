@@ -11,7 +11,7 @@ import struct
 import torch
 from torch import Tensor
 
-from qerl.kernels import row_kernel, untried
+from qerl.kernels import row_kernel
 from qerl.kernels.nvrtc import addresses
 
 CASES = ((1, 8), (5, 96), (37, 2056), (9, 4608))  # T, N
@@ -27,7 +27,7 @@ def reference(x_TN: Tensor, factors_N: Tensor, bias_N: Tensor | None) -> Tensor:
 def scale_columns(x_TN: Tensor, factors_N: Tensor, bias_N: Tensor | None, out: Tensor) -> Tensor:
     """Write y to out, which may be x."""
     assert x_TN.shape == out.shape and factors_N.shape == x_TN.shape[1:] and x_TN.dtype == out.dtype
-    if untried.are_used() and row_kernel.are_vectors(x_TN, out):
+    if row_kernel.are_vectors(x_TN, out):
         return _launch("scale_columns", x_TN, factors_N, bias_N, out)
     torch.mul(x_TN, factors_N, out=out)
     return out if bias_N is None else out.add_(bias_N)
@@ -37,7 +37,7 @@ def add_scaled(h_TN: Tensor, x_TN: Tensor, factors_N: Tensor, bias_N: Tensor | N
     """Add y to h in place."""
     assert x_TN.shape == h_TN.shape and factors_N.shape == h_TN.shape[1:] and h_TN.dtype == torch.float32
     is_half = bias_N is None or bias_N.dtype == torch.bfloat16
-    if untried.are_used() and is_half and row_kernel.are_vectors(h_TN, x_TN, dtype=torch.float32):
+    if is_half and row_kernel.are_vectors(h_TN, x_TN, dtype=torch.float32):
         return _launch("add_scaled", x_TN, factors_N, bias_N, h_TN)
     h_TN.addcmul_(x_TN, factors_N)
     return h_TN if bias_N is None else h_TN.add_(bias_N)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.kernels import row_kernel, untried
+from qerl.kernels import row_kernel
 
 CASES = ((1, 8), (5, 96), (33, 2056), (7, 18_944))  # T, F
 _BLOCK_THREADS = 256
@@ -92,7 +92,7 @@ def put_swiglu(
     the columns of gate and up first."""
     assert gate_up_T2F.shape == (len(y_TF), 2 * y_TF.shape[1]) and gate_up_T2F.dtype == torch.float32
     assert gate_up_T2F.is_contiguous() and (kept_TF is None or kept_TF.is_contiguous())
-    if factors_2F is not None and not (untried.are_used() and row_kernel.are_vectors(y_TF)):
+    if factors_2F is not None and not row_kernel.are_vectors(y_TF):
         gate_up_T2F, factors_2F = gate_up_T2F * factors_2F, None
     if row_kernel.are_vectors(y_TF):
         assert factors_2F is None or (factors_2F.dtype == torch.float32 and factors_2F.is_contiguous())

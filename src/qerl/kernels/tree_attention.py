@@ -31,6 +31,7 @@ from qerl.kernels.attention import PackedLayout, packed_attention, reference
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.flash_attention import SequenceEnds, flash_attention, is_for_flash
 from qerl.kernels.flash_attention_4 import flash_attention_4, is_for_flash_4
+from qerl.kernels.gpu_memory import sent
 from qerl.types import Tree
 
 __all__ = ["CASES", "TreeLayout", "over_runs", "reference", "tree_attention"]
@@ -109,7 +110,7 @@ class TreeLayout:
 
 
 def _indices(ranges: list[range], device: torch.device | str) -> Tensor:
-    return torch.cat([torch.arange(r.start, r.stop) for r in ranges]).to(device)
+    return sent(torch.cat([torch.arange(r.start, r.stop) for r in ranges]), device)
 
 
 def tree_attention(
@@ -117,7 +118,7 @@ def tree_attention(
 ) -> Tensor:
     """Return o_TNH, differentiable in q, k and v; deterministic."""
     assert len(q_TNH) == len(k_TKH) == len(layout.own_T) and k_TKH.shape == v_TKH.shape
-    if is_for_flash_4(q_TNH):
+    if is_for_flash_4(q_TNH, k_TKH.shape[1], options):
         return over_runs(q_TNH, k_TKH, v_TKH, layout, functools.partial(_flash_4, options=options))
     is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32
     if is_flash and is_for_flash(q_TNH.shape[2], options):

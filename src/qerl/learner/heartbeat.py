@@ -41,7 +41,7 @@ class Heartbeat:
         num_beats_before: what the last call returned, 0 at first."""
         self._num_waited = 0 if self._num_beats != num_beats_before else self._num_waited + 1
         if self._lost is None and self._num_waited > 2 * _NUM_BEATS:
-            self._lost = "the ranks' store is silent"
+            self._lost = "the ranks' store does not answer"
         if self._lost is not None:
             raise RankLost(f"{self._lost} for {self._timeout_s:g} s (rank_timeout_s): another rank is lost")
         return self._num_beats

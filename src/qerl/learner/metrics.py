@@ -126,7 +126,6 @@ class Measured(NamedTuple):
 
 
 N = TypeVar("N")
-_FIRST = -1  # stands for the first pass where others have the index of their update
 Tallies = dict[str, Tally]
 Measures = dict[str, Measured]
 
@@ -232,7 +231,9 @@ def update_measures(update: Update) -> Measures:
 def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies, list[Update]]:
     """Wait for the device, once. Return the tallies of the first pass and of the applied updates, and the
     updates with their norms."""
-    measures = {(_FIRST, name): x for name, x in sampling_measures(first).items()}
+    measures: dict[tuple[int | str, str], Measured] = {
+        ("", name): x for name, x in sampling_measures(first).items()
+    }
     for i, update in enumerate(updates):
         measures |= {(i, name): x for name, x in update_measures(update).items()}
     found = read(measures)
@@ -246,7 +247,7 @@ def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies
         for i, update in enumerate(done)
         if update.grad_norm is not None
     ]
-    own = {name: tally for (at, name), tally in found.items() if at == _FIRST}
+    own = {name: tally for (at, name), tally in found.items() if at == ""}
     return num_rows(first) | own | added(applied), done
 
 

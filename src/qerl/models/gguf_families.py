@@ -31,7 +31,7 @@ from qerl.models.rope import inverse_frequencies
 _MAX_NUMBER, _NOT_TURNED = 1e12, 1e29
 _NOT_READ = {
     "expert_count": "a mixture of experts is",
-    "embedding_length_per_layer_input": "embeddings of each layer (as in Gemma 4 E2B and E4B) are",
+    "embedding_length_per_layer_input": "per-layer embeddings (as in Gemma 4 E2B and E4B) are",
     "attention.shared_kv_layers": "layers that share keys and values are",
 }
 TOP_LEVEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -151,8 +151,8 @@ class QuantLinear(nn.Module):
     def working_copies(self) -> list[tuple[Tensor, Tensor]]:
         """(working copy, master) of everything that is trained."""
         pairs = (self.a_work, self.lora_A), (self.b_work, self.lora_B)
-        found: list[tuple[Tensor, Tensor]] = [(work, own) for work, own in pairs if work is not None]
-        return found if self.full is None else [(self.operand(), self.full), *found]
+        full: list[tuple[Tensor, Tensor]] = [] if self.full is None else [(self.operand(), self.full)]
+        return full + [(work, master) for work, master in pairs if work is not None]
 
     @property
     def fused_copies(self) -> list[tuple[Tensor, Tensor]]:

@@ -115,8 +115,8 @@ def copy_masters(linears: Sequence[QuantLinear | ExpertLinear]) -> None:
     trained = [pair for linear in linears for pair in linear.working_copies]
     fused = [pair for x in linears if isinstance(x, QuantLinear) for pair in x.fused_copies]
     for copies in filter(None, (trained, fused)):
-        into, masters = (list(each) for each in zip(*copies, strict=True))
-        torch._foreach_copy_(into, masters)  # pyright: ignore[reportPrivateImportUsage]
+        to, masters = ([pair[i] for pair in copies] for i in (0, 1))
+        torch._foreach_copy_(to, masters)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Experts(nn.Module):

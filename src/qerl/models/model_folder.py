@@ -91,7 +91,7 @@ def _instead(folder: Path) -> str:
     if file := first("*.gguf"):
         return f"; to load {file}, pass the file itself: {folder / file}"
     if (folder / "adapter_config.json").is_file():
-        return ": this is an adapter; pass its base model, and the folder by --init-adapter"
+        return ": this is an adapter; give its base model with --model, and this folder with --init-adapter"
     if file := first("consolidated*.safetensors"):
         return f"; {file} has Mistral's names: download the model's *.safetensors with Hugging Face's names"
     if file := first(*_PICKLED):

@@ -22,7 +22,7 @@ MAX_KL = 0.5
 GRID_WEIGHT_ERROR, GRID_KL = 0.02, 0.01
 FOUR_BITS = "nvfp4", "mxfp4", "nf4"
 ADVICE = (
-    "train with --model.calibrate gptq (else: qerl quantize --calibrate gptq), keep the adapter apart"
+    "train with --model.calibrate gptq (else: qerl quantize --calibrate gptq), keep the adapter separate"
     " (--init-adapter), or use --model.format fp8 or bf16"
 )
 TEXT = (
@@ -89,8 +89,8 @@ def describe(
     is_on_grid = format in FOUR_BITS and error.weight_error < GRID_WEIGHT_ERROR
     if is_on_grid and error.kl > GRID_KL:
         line += (
-            f"; the weights are {error.weight_error:.1%} from the grid of {format} already: if this is a"
-            " merged model, rounding takes back what it learned"
+            f"; the float weights are already within {error.weight_error:.1%} of values of {format}: if this"
+            " is a merged model, rounding undoes what it learned"
         )
     elif error.kl <= MAX_KL:
         return line

@@ -142,7 +142,7 @@ def _from_hub(hub_id: str) -> Path:
             huggingface_hub.snapshot_download(hub_id, allow_patterns=_DOWNLOADED, ignore_patterns=_IGNORED)
         )
     except Exception as error:  # offline, not found, gated, interrupted: a dozen unrelated types
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).removeprefix("Got: ")
         raise UserError(
             f"{hub_id}: no such folder, and it cannot be downloaded from the hub: {reason}"
         ) from error

@@ -173,7 +173,7 @@ def _notices(
     if unused:
         lines.append(f"{len(unused)} tensors of the checkpoint are not used: {_listed(unused)}")
     norms = f"{len(found.norms)} RMSNorms of width {found.width}" if found.norms else "no RMSNorm"
-    return [*lines, f"noise (AQN) finds {norms} in the layers of {found.family}"]
+    return [*lines, f"noise (AQN) applies to {norms} in the layers of {found.family}"]
 
 
 @torch.no_grad()
@@ -189,7 +189,7 @@ def _try(found: TransformersModel) -> None:
             f" {first_line(error)}"
         ) from error
     if (other - one).norm() > _ROUNDING * one.norm():
-        raise UserError(f"{found.family}: tokens see later ones, such a model does not sample")
+        raise UserError(f"{found.family}: its tokens attend to later ones, so it cannot generate text")
 
 
 def _listed(names: list[str]) -> str:

@@ -186,7 +186,7 @@ class Batcher:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_busy or self._has_ended)
             queue, self._queue = self._queue, []
-        error = CancelledRequestError("the request was cancelled: the engine is at other work")
+        error = CancelledRequestError("the request was cancelled: the engine is paused")
         for request in filter(_is_wanted, queue):
             request.future.set_exception(error)
 
@@ -247,7 +247,7 @@ class Batcher:
             if self.has_died:
                 raise BusyError("the engine has died; the server must be started again")
             if self._is_paused:
-                raise BusyError("the engine is at other work; retry later")
+                raise BusyError("the engine is paused; retry later")
             if self._is_closed or num_waiting >= self._max_waiting:
                 raise BusyError(f"the server is busy: {num_waiting} requests are waiting; retry later")
             request.entered_s = time.monotonic()

@@ -288,6 +288,6 @@ def check_columns(name: str, columns: Sequence[str], text_column: str, option: s
     has_pair = {"prompt", "completion"} <= set(columns)
     if not has_pair and not {"messages", "conversations", text_column} & set(columns):
         raise UserError(
-            f"{name}: rows to imitate have messages, prompt and completion, or {text_column}"
-            f" ({option}); its columns are {', '.join(columns)}"
+            f"{name}: rows to imitate need a column messages, columns prompt and completion, or a column"
+            f" {text_column} ({option}); its columns are {', '.join(columns)}"
         )

@@ -74,11 +74,12 @@ class Renderer:
         columns = [aliases.get(name, name) for name in names]
         for column in columns:
             if column not in rows.columns:
-                hint = f", nor task.prompt_column {config.prompt_column!r}" if column == "question" else ""
-                hint = hint or ("" if column.isidentifier() else "; write {{ and }} for braces")
+                hint = "" if column.isidentifier() else "; write {{ and }} for braces"
+                if column == "question":
+                    hint = f"; set task.prompt_column, now {config.prompt_column!r}"
                 raise UserError(
-                    f"task.template names {{{column}}}, not a column of {rows.name}{hint}"
-                    f" (there are: {', '.join(rows.columns)})"
+                    f"{rows.name}: has no column {column!r}, which task.template names"
+                    f" (there are: {', '.join(rows.columns)}){hint}"
                 )
         return columns
 

@@ -149,7 +149,7 @@ class RewardPool:
             raise UserError(f"task.answer_column: no column {self._answer_column!r} ({there_are})")
         for function in self._functions:
             if names := missing_arguments(function, {*RESERVED, *prompt.columns}):
-                needs = f"{name_of(function)} needs {', '.join(names)}"
+                needs = f"{name_of(function)} needs {', '.join(names)}, which no column has"
                 raise UserError(f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
 
     @property
@@ -214,7 +214,7 @@ class RewardPool:
             raise UserError(f"task.rewards: {names} returned None for every sample of the step")
         cause, count = self._latest.most_common(1)[0]
         raise UserError(
-            f"task.rewards: no sample of the step has a reward; {count} of {len(rewards)}: {cause}:"
+            f"task.rewards: no sample of the step has a reward; {count} of {len(rewards)} failed: {cause}:"
             f" {self._examples[cause]}"
         )
 

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import inspect
 import math
+import reprlib
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -144,7 +145,8 @@ def finite_number(name: str, value: Any) -> float | Failure:
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:
-        return Failure("not a number", f"{name} returned a {type(value).__name__}")
+        shown = f": {redact(reprlib.repr(value))}" if type(value) is str else ""
+        return Failure("not a number", f"{name} returned a {type(value).__name__}{shown}")
     if not math.isfinite(number):
         return Failure("not finite", f"{name} returned {number}")
     if abs(number) > MAX_REWARD:

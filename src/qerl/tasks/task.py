@@ -163,7 +163,7 @@ def build_task(
         raise UserError(
             f"task.num_held_out is {config.num_held_out}: {rows.name} has {rows.num_rows} rows"
             f" ({num_dropped} longer than {max_prompt_tokens} tokens, {len(renderers[0].faults)} unusable),"
-            " which leaves none to train on"
+            " which leaves none to train on: lower task.num_held_out, or give more rows"
         )
     return Task(
         renderers,

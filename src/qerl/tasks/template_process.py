@@ -114,7 +114,7 @@ def _end(owner: int, process: ForkedProcess, pipe: Connection) -> None:
 
 def _reason(code: int) -> str:
     if code == -signal.SIGPROF:
-        return f"it takes more than {MAX_CPU_S:g} s of processor time"
+        return f"it takes more than {MAX_CPU_S:g} s of CPU time"
     return f"its process ended with {signal_name(-code) if code < 0 else f'exit code {code}'}"
 
 

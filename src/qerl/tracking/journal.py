@@ -73,7 +73,7 @@ class Journal:
             sync_path(folder)
             self._place = OpenFolder(folder)
         except OSError as error:
-            raise UserError(f"cannot write a run to {folder}: {error.strerror}") from None
+            raise UserError(f"cannot write a run to {folder}: {error.strerror}; set another --out") from None
         self._folder, self._num_steps = folder, num_steps
         self._next_step = 1 + max((record["step"] for record in self.steps()), default=-1)
         self._open_step: int | None = None
@@ -164,7 +164,7 @@ class Journal:
             text = f"{label} was {shown(was)} and is {shown(now)} from step {first} on"
             more = ": learning rate and sigma are then those of a run of so many steps"
             if name != _NUM_STEPS:
-                more = "; figures from before are of the former one"
+                more = "; figures of earlier steps are of the former one"
             self.notice(text + more)
         self._facts.setdefault("history", []).append({"step": next_step, "changed": self._changed})
         if _NUM_STEPS in self._changed:  # before run.json: it must not look complete

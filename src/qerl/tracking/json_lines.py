@@ -96,7 +96,7 @@ class JsonLines:
             os.fsync(self._file.fileno())
             self._observe()
         except OSError as error:
-            raise RunError(f"{self._path}: {error.strerror}") from error
+            raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the object of each line that is intact."""
@@ -151,7 +151,7 @@ class JsonLines:
         except FileNotFoundError:
             return self._put_back(is_replaced=False)
         except OSError as error:
-            raise RunError(f"{self._path}: {error.strerror}") from error
+            raise RunError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         self._file.close()

@@ -86,7 +86,7 @@ class SampleFiles:
                 self._compress()
                 self._remove_oldest()
             except OSError as error:
-                raise RunError(f"{self._folder / 'samples'}: {error.strerror}") from error
+                raise RunError(f"{self._folder / 'samples'}: cannot be written: {error.strerror}") from error
         self._steps.add(records[0]["step"])
         self._lines.append(records)
 

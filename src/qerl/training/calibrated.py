@@ -74,7 +74,7 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     checkpoint = source.open()
     if layout_of(checkpoint) is not None:
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
-    notice(f"model.calibrate {model.calibrate}: choosing the codes of {model.path}, which takes minutes")
+    notice(f"model.calibrate {model.calibrate}: quantizing {model.path}, which takes minutes")
     tokenizer = load_tokenizer(model.path)
     max_prompt_tokens = architecture_of(checkpoint).max_positions - config.sample.max_tokens
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)

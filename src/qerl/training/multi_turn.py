@@ -58,7 +58,7 @@ _logger = logging.getLogger(__name__)
 _ENVIRONMENT = 3  # keeps these seeds apart from the tokens'
 _OTHER_REPLY = Failure(
     "not deterministic",
-    "the environment gave other replies to the same answers when a branch played them again",
+    "the environment's replies to the same answers differed when a branch replayed them",
 )
 
 

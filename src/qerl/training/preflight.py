@@ -270,7 +270,7 @@ class Preflight:
         for failure in format_failures(self._pool.take_failures()):
             yield "note", failure, {}
         if has_answers and 0 in rewards and set(self._config.task.rewards) <= _COMPARE:
-            yield "note", f"an own answer has the reward 0: look at task.answer_column {column!r}", {}
+            yield "note", f"a row's own answer has the reward 0: check task.answer_column {column!r}", {}
 
     def _sample(self, text: str) -> Sample:
         tokens_T = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -264,7 +264,7 @@ class _Session:
         self._first_step = first_step
         self.sampler.publish(self.learner.version)
         if first_step and self.prompts and "before" not in self.evaluations:
-            self.journal.notice("evaluations.json has nothing from before the first step")
+            self.journal.notice("evaluations.json has no evaluation from before the first step")
         if first_step == 0:
             self.evaluations = {}  # any that exist belong to an earlier config
         elif first_step < self.config.num_steps and "after" in self.evaluations:  # it is given more steps

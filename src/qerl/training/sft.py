@@ -46,7 +46,7 @@ from qerl.types import Sampling
 
 _KEPT = "entropy", "grad_norm", "learning_rate", "learn_tokens", "trained_samples", "micro_tokens"
 _ADVICE = (
-    "keep the adapter apart (--init-adapter), use --model.format fp8 or bf16, or quantize the model first:"
+    "keep the adapter separate (--init-adapter), use --model.format fp8 or bf16, or quantize the model first:"
     " qerl quantize --calibrate gptq"
 )
 _KEPT += "lora_dropout", "skipped_updates", "nonfinite_updates"

@@ -141,7 +141,7 @@ def _with_tools(
     others = [pair for pair in pairs if pair not in inside]
     outside = [(of_conversations(function, names), weight) for function, weight in others]
     has_reward = bool(outside) or callable(environment.score)
-    require(has_reward, "reward_funcs: there is none, nor a get_reward")
+    require(has_reward, "reward_funcs is empty, and the environment has no get_reward: give one of them")
     return [f for f, _ in outside] + [environment], (*(w for _, w in outside), 1.0), schemas
 
 

@@ -52,7 +52,7 @@ _ADVICE = {
     "lr_scheduler_kwargs": "remove it; the schedules linear, cosine and constant take none",
     "neftune_noise_alpha": "remove it; base=RunConfig(noise=...) has noise in the norms",
     "load_best_model_at_end": "remove it; the newest checkpoint is loaded",
-    "router_aux_loss_coef": "remove it or set 0.0; no model with experts is supported",
+    "router_aux_loss_coef": "remove it or set 0.0; routers are trained without an auxiliary loss",
     "shuffle_dataset": "remove it; rows are drawn in a random order by seed",
     "repetition_penalty": "remove it; the learner's policy has no penalty. Penalize in a reward function",
     "vllm_structured_outputs_regex": "remove it; reward the form in a reward function",

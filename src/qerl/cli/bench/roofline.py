@@ -38,8 +38,11 @@ class Limit:
         return 1e3 * max(num_bytes / self.bytes_per_s, num_flop / self.flop_per_s)
 
 
-LIMITS = {"NVIDIA H200": Limit(bytes_per_s=4.5e12, flop_per_s=790e12)}
-"""By GPU name; rows of other GPUs have no floor."""
+LIMITS = {
+    "NVIDIA H200": Limit(bytes_per_s=4.5e12, flop_per_s=790e12),
+    "NVIDIA H100 80GB HBM3": Limit(bytes_per_s=3.1e12, flop_per_s=713e12),
+}
+"""By GPU name, from `python -m benchmarks limits`; rows of other GPUs have no floor."""
 
 
 def step_floor_ms(limit: Limit, a: Architecture, case: DecodeCase) -> float:

@@ -3,6 +3,7 @@
 // BF16 rows are read by wgmma from shared memory. FP8 and NVFP4 codes are converted to bfloat16 in the registers of wgmma's first
 // operand. FP8's scales, one for each 128 x 128, multiply the sums of 128 k.
 #pragma once
+#include "fp8_codes.cuh"
 #include "head_types.cuh"
 
 #if FORMAT == 2
@@ -16,16 +17,6 @@ __device__ __forceinline__ void decode64(const u8* at, u32 (&a)[4][4]) {
   for (int j = 0; j < 4; j++) decode(words[j], scale_pair(scales, j, SCALE_TOP), a[j]);
 }
 #elif FORMAT == 1
-__device__ __forceinline__ u32 times_2_120(u32 a) {  // exact, also for subnormal a
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(0x7B807B80u));
-  return d;
-}
-// Decode 4 codes of one row: bytes 0 and 2 (even), 1 and 3 (odd). head_sample.py reorders x to match.
-__device__ __forceinline__ void decode4(u32 w, u32& even, u32& odd) {
-  odd = times_2_120(((w >> 4) & 0x07F007F0u) | (w & 0x80008000u));
-  even = times_2_120(((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u));
-}
 __device__ __forceinline__ void decode64(const u8* at, int block, u32 (&a)[4][4]) {  // at: 64 rows of 128 bytes, swizzled
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, piece = (block * 4 + lane % 4) ^ (row & 7);
   const uint4 low = *(const uint4*)(at + row * 128 + piece * 16), high = *(const uint4*)(at + (row + 8) * 128 + piece * 16);

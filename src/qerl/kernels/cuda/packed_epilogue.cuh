@@ -7,6 +7,27 @@
 #include "mma.cuh"
 #include "workspace.cuh"
 
+#ifndef EARLY_LOADS  // also stores; Hopper's kernel gained nothing
+#define EARLY_LOADS 0
+#endif
+#if EARLY_LOADS
+// Loads and stores without branches, which stay behind grid_dependency_wait, but which the compiler orders with others as it likes: no
+// CTA of this launch writes what is loaded.
+__device__ __forceinline__ float load_early(const float* p, bool is_wanted = true) {
+  float v;
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.f32 %0, [%1];}" : "=f"(v) : "l"(p), "r"((int)is_wanted));
+  return v;
+}
+__device__ __forceinline__ void load_early(const u32* p, u32 (&v)[4]) {
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p));
+}
+__device__ __forceinline__ void load_early(const u32* p, u32 (&v)[2]) { asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p)); }
+__device__ __forceinline__ void store_if(bool condition, void* p, u32 v) {
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.u32 [%1], %2;}" ::"r"((int)condition), "l"(p), "r"(v));
+}
+__device__ __forceinline__ void store_if(bool condition, void* p, float v) { store_if(condition, p, __float_as_uint(v)); }
+#endif
+
 #if RANK > 0
 // The first attempt may hit in L1, where other warps' loads left words; later attempts (load_relaxed) bypass it.
 __device__ __forceinline__ void load_cached(const u32* p, u32 (&v)[4]) {
@@ -27,7 +48,13 @@ __device__ __forceinline__ void wait_u(const u32* from, int width, int m, int M,
   for (int n = 0; n < COUNT; n++) at[n] = GIVEN_U ? from + min(m + n * 8, M - 1) * width / 2 : from + m * width / 2 + n * 4 * width;
   bool missing = false;
 #pragma unroll
-  for (int i = 0; i < PARTS * COUNT; i++) load_cached(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
+  for (int i = 0; i < PARTS * COUNT; i++)
+#if EARLY_LOADS && GIVEN_U
+    load_early(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
+  return;
+#else
+    load_cached(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
+#endif
 #pragma unroll
   for (int i = 0; i < PARTS * COUNT; i++) missing |= is_missing(u[i / COUNT][i % COUNT].at);
   while (!GIVEN_U && missing) {
@@ -112,19 +139,32 @@ __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const
 #pragma unroll
     for (int n = 0; n < STEP; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) r[n][i] = first + n * 8 + i % 2 < e.M ? e.residual[at + (n * 8 + i % 2) * e.N + i / 2 * 8] : 0.f;
+      for (int i = 0; i < 4; i++)
+#if EARLY_LOADS
+        r[n][i] = load_early(e.residual + at + (n * 8 + i % 2) * e.N + i / 2 * 8, first + n * 8 + i % 2 < e.M);
+#else
+        r[n][i] = first + n * 8 + i % 2 < e.M ? e.residual[at + (n * 8 + i % 2) * e.N + i / 2 * 8] : 0.f;
+#endif
 #pragma unroll
     for (int n = 0; n < STEP; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
+#if EARLY_LOADS
+        store_if(first + n * 8 + i % 2 < e.M, (float*)e.y + at + (n * 8 + i % 2) * e.N + i / 2 * 8, acc[n0 + n][i] + r[n][i]);
+#else
         if (first + n * 8 + i % 2 < e.M) ((float*)e.y)[at + (n * 8 + i % 2) * e.N + i / 2 * 8] = acc[n0 + n][i] + r[n][i];
+#endif
   }
 }
 #endif
 
 template <int COUNT>
 __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, float alpha0, float alpha1, int row0, int m0, int g, int t) {
+#if EARLY_LOADS
+  const float bias0 = load_early(e.bias + row0 + g, e.bias), bias1 = load_early(e.bias + row0 + g + 8, e.bias);
+#else
   const float bias0 = e.bias ? e.bias[row0 + g] : 0.f, bias1 = e.bias ? e.bias[row0 + g + 8] : 0.f;
+#endif
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
     acc[n][0] = fmaf(acc[n][0], alpha0, bias0);
@@ -147,11 +187,19 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 #if SWIGLU
     const float v0 = activation(acc[n][0]) * acc[n][2], v1 = activation(acc[n][1]) * acc[n][3];
     const u32 o = transpose8x8(pack2(v0, v1));
+#if EARLY_LOADS
+    store_if(m < e.M, (u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t, o);
+#else
     if (m < e.M) *(u32*)((u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t) = o;
+#endif
 #else
     u16* y = (u16*)e.y + (size_t)m * e.N + row0 + 2 * t;
     const u32 o0 = transpose8x8(pack2(acc[n][0], acc[n][1])), o1 = transpose8x8(pack2(acc[n][2], acc[n][3]));
+#if EARLY_LOADS
+    store_if(m < e.M, y, o0), store_if(m < e.M, y + 8, o1);
+#else
     if (m < e.M) *(u32*)y = o0, *(u32*)(y + 8) = o1;
+#endif
 #endif
   }
 }

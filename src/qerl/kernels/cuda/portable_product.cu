@@ -12,6 +12,7 @@
 #ifndef GIVEN_U
 #define GIVEN_U 1
 #endif
+#define EARLY_LOADS 1
 #include "launch.cuh"
 #include "memory.cuh"
 #include "packed_epilogue.cuh"
@@ -194,7 +195,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
       } else {
         if (end < first_u + kblocks) add_partials(acc[r], slot + SLOT, SLOT, ((u32)(first_u + kblocks) * parts - 1) / (u32)units - part);
         if (row < N) {
-          const float alpha0 = e.alpha[row + g], alpha1 = e.alpha[row + g + 8];
+          const float alpha0 = load_early(e.alpha + row + g), alpha1 = load_early(e.alpha + row + g + 8);
 #pragma unroll
           for (int n = 0; n < NT; n += PIECE) finish<PIECE>(*(float(*)[PIECE][4])acc[r][n], e, shrink.u(), alpha0, alpha1, row, m0 + n * 8, g, t);
         }

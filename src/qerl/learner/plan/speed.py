@@ -9,11 +9,9 @@ some row chose, if all are equally likely, and an update unpacks all of them in 
 mfu and layer_s depend on the kernels of decode steps (`engine.kernels`):
 
     hopper     within 15 % of the rows in benchmarks/results, which tests/learner/test_plan_speed.py holds
-    portable   fitted to an H200, the only GPU where they were measured. The larger of bytes and operations
-               instead of their sum fits those figures less well (by 7 %; the test holds the sum to 8 %
-               with rounded rates). For another GPU
-               both rates come from its data sheet: an estimate. mfu is a share of the rate of wgmma, which
-               these kernels do not use, so GPUs without it may be faster than this.
+    portable   fitted to an H200's rows of a 7B model, within 3 %; an H100's of a 32B model are up to 12 %
+               faster. For another GPU both rates come from its data sheet: an estimate. mfu is a share of
+               the rate of wgmma, which these kernels do not use, so GPUs without it may be faster than this.
     torch      of one H100 (7B, rank 32: 141 and 998 tokens/s at batch 8 and 64; 735 and 3,772 with BF16
                weights). Every weight in 4 bits is unpacked at every step.
 """
@@ -46,9 +44,9 @@ _LEARN_MFU = {"none": 0.57, "layer": 0.66, "offload": 0.66}
 _EXPERT_S = 86e-6
 """PyTorch's operations for one expert with rows: two of the seven linears that take 300 us in a layer. An
 estimate."""
-_MIXTURE_LAYER_S, _EXPERT_MFU = 30e-6, 0.15
-"""Seconds in a decode step, and what its products of experts reach: 15 % off Qwen3-30B-A3B and gpt-oss-20b on
-an H200 at 8, 64 and 256 rows."""
+_MIXTURE_LAYER_S, _EXPERT_MFU = 27e-6, 0.5
+"""Seconds in a decode step, and what its products of experts reach: 14 % off Qwen3-30B-A3B and gpt-oss-20b on
+an H100 at 8, 64 and 256 rows."""
 _MIXTURE_PASS_S = 2.6e-3
 """A mixture's layer in one pass of a micro-batch, in which the GPU waits for the host: Qwen3-30B-A3B on three
 machines with an H200, 8,318 to 11,797 tokens/s; the middle one."""
@@ -66,7 +64,7 @@ class _DecodeRates:
 
 _DECODE = {
     "hopper": _DecodeRates(30e-6, 0.6),
-    "portable": _DecodeRates(40e-6, 0.37),
+    "portable": _DecodeRates(29e-6, 0.4),
     "torch": _DecodeRates(300e-6, 0.6),
 }
 
@@ -130,7 +128,7 @@ GPUS = {
 def gpu_named(name: str) -> Gpu:
     if name not in GPUS:
         hint = did_you_mean(name, GPUS) or f"; known: {', '.join(GPUS)}"
-        raise UserError(f"--gpu: unknown GPU {name!r} (give --gpu-gb for one that is not known){hint}")
+        raise UserError(f"--gpu: unknown GPU {name!r}; for one that is not listed give --gpu-gb GB{hint}")
     return GPUS[name]
 
 
@@ -215,8 +213,9 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
     cache = cached_tokens * _kv_bytes(a, config) + states
     num_bytes = weights + 2 * a.vocab_size * a.width + adapter + cache
     rates = _DECODE[kernels]
+    mfu = _DECODE["hopper"].mfu if format == "bf16" and kernels == "portable" else rates.mfu  # of cuBLAS
     active = num_active_weights(a)
-    operations = 2 * running * ((_num_weights(a) - active) / rates.mfu + active / _EXPERT_MFU)
+    operations = 2 * running * ((_num_weights(a) - active) / mfu + active / _EXPERT_MFU)
     launches = a.num_layers * rates.layer_s + len(a.layers_with_experts) * _MIXTURE_LAYER_S
     launches += (kernels == "torch") * _EXPERT_S * num_touched(a, running)
     return num_bytes / bandwidth + operations / matrix + launches

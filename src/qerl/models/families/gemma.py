@@ -58,7 +58,7 @@ def gemma3(config: ConfigReader) -> Architecture:
 
 def _gemma(config: ConfigReader, family: str, **parts: Any) -> Architecture:
     if config.flag("use_bidirectional_attention"):
-        raise UserError("use_bidirectional_attention must be False, got True: such a model does not sample")
+        raise UserError("use_bidirectional_attention must be False, got True: it cannot generate text")
     is_biased = config.flag("attention_bias")
     return dense(
         config,

@@ -1,6 +1,6 @@
 """Gemma 4, dense: layers without a window have heads of another size and a rope of their own, and may have no
 v_proj: their values are the keys, normed in another way. Norms multiply by their weight, unlike Gemma 3's.
-Not described here: embeddings of each layer, layers that share keys and values, experts beside the MLP.
+Not described here: per-layer embeddings, layers that share keys and values, experts beside the MLP.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _DEFAULTS = {  # of transformers, whose config.json leaves them out
     "hidden_size_per_layer_input": 256,
 }
 _PARTS = {
-    "hidden_size_per_layer_input": "embeddings of each layer",
+    "hidden_size_per_layer_input": "per-layer embeddings",
     "num_kv_shared_layers": "layers that share keys and values",
     "enable_moe_block": "experts beside its MLP",
 }

@@ -14,7 +14,7 @@ _STORED = (
     StoredLinear(name="shared_mlp.input_linear", holds=("mlp.gate_proj", "mlp.up_proj")),
     StoredLinear(name="shared_mlp.output_linear", holds=("mlp.down_proj",)),
 )
-_DENSE = "of Granite 4 our decoder runs the dense models, model.backend transformers runs the others"
+_DENSE = "our decoder runs the dense models of Granite 4; model.backend transformers runs the others"
 _STORED_EXPERTS = (
     StoredLinear(name="block_sparse_moe.router.layer", holds=("mlp.router",)),
     StoredLinear(name="block_sparse_moe.input_linear", holds=("mlp.experts.gate_up_proj",)),

@@ -30,7 +30,7 @@ def qwen3_next(config: ConfigReader) -> Architecture:
     if config.get("num_experts") != 0:
         raise NotDescribedError(
             f"num_experts must be 0, got {short_text(config.get('num_experts'))}:"
-            " of Qwen3-Next our decoder runs the dense models, model.backend transformers runs the others"
+            " our decoder runs the dense models of Qwen3-Next; model.backend transformers runs the others"
         )
     return _hybrid(config.filled(**_DEFAULTS), "Qwen3NextForCausalLM", delta_projections="by_head")
 

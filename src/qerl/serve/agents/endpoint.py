@@ -132,7 +132,7 @@ class Endpoint:
             raise ApiError(404, "requests go to the base URL of an episode: /episodes/NUMBER/v1")
         episode = self._episodes.get(number)
         if episode is None and 0 <= number < self._next_number:
-            raise ApiError(410, f"episode {number} is over: its key is dead", code="episode_over")
+            raise ApiError(410, f"episode {number} is over: its key is invalid now", code="episode_over")
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         key = episode.api_key if episode is not None else secrets.token_urlsafe(24)
         if not hmac.compare_digest(given.strip().encode(), key.encode()) or scheme.lower() != "bearer":

@@ -40,7 +40,7 @@ class OpenEpisode:
     def check(self) -> None:
         """Raise ApiError if it is over."""
         if self.is_over:
-            raise ApiError(410, f"episode {self.number} is over: its key is dead", code="episode_over")
+            raise ApiError(410, f"episode {self.number} is over: its key is invalid now", code="episode_over")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

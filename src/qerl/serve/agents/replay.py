@@ -17,7 +17,7 @@ from qerl.tasks.scoring import Failure
 from qerl.types import Sample, Sampling
 
 _OTHER_CALLS = Failure(
-    "not deterministic", "the agent made other calls of the model when a branch played its episode again"
+    "not deterministic", "the agent's calls of the model differed when a branch replayed its episode"
 )
 
 

@@ -119,7 +119,8 @@ def is_run(folder: Path) -> bool:
 
 def check_folder(folder: Path) -> None:
     if not is_run(folder):
-        raise UserError(f"{folder}: has no metrics.jsonl, so it is not the folder of a run")
+        lacks = "has no metrics.jsonl, so it is not the folder of a run"
+        raise UserError(f"{folder}: {lacks if folder.exists() else 'no such folder'}")
 
 
 def select_steps(steps: list[int], num_selected: int) -> list[int]:

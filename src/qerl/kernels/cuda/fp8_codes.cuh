@@ -1,0 +1,19 @@
+// E4M3 codes to bfloat16, as head_sample.cu and head_portable.cu read them.
+#pragma once
+#include "types.cuh"
+
+__device__ __forceinline__ u32 times_2_120(u32 x) {  // exact, also for subnormal x
+  u32 y;
+#if __CUDA_ARCH__ >= 900
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0x7B807B80u));
+#else  // plus -0
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x7B807B80u), "r"(0x80008000u));
+#endif
+  return y;
+}
+// Decode 4 codes of one row: bytes 0 and 2 (even), 1 and 3 (odd). head_sample.py reorders x to match.
+__device__ __forceinline__ void decode4(u32 w, u32& even, u32& odd) {
+  odd = times_2_120(((w >> 4) & 0x07F007F0u) | (w & 0x80008000u));
+  even = times_2_120(((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u));
+}
+__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
