@@ -10,6 +10,7 @@ pass need not copy them. The bits are those of rms_norm.py and rotary.py one aft
 
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -57,11 +58,12 @@ def turned_heads(
 
 
 def _has_kernel(q_TN: Tensor, k_TK: Tensor, v_TK: Tensor, head_size: int) -> bool:
-    if not (untried.are_used() and head_size in (64, 128, 256) and row_kernel.are_vectors(q_TN, k_TK, v_TK)):
+    columns = q_TN, k_TK, v_TK
+    if not (untried.are_used() and head_size in (64, 128, 256) and row_kernel.are_vectors(*columns)):
         return False
-    ends = (x.data_ptr() + 2 * x.shape[1] for x in (q_TN, k_TK))
-    are_adjacent = all(x.data_ptr() == end for x, end in zip((k_TK, v_TK), ends, strict=True))
-    return len(q_TN) > 0 and are_adjacent and q_TN.stride() == k_TK.stride() == v_TK.stride()
+    if len({(x.untyped_storage().data_ptr(), x.stride()) for x in columns}) > 1 or not len(q_TN):
+        return False
+    return all(x.storage_offset() + x.shape[1] == y.storage_offset() for x, y in pairwise(columns))
 
 
 class _TurnedHeads(torch.autograd.Function):
