@@ -224,9 +224,22 @@ def test_expert_products_and_their_gradients_are_the_references(name, nums, limi
 
 
 def test_a_buffer_holds_what_its_bytes_allow_and_at_least_one_expert():
-    assert expert_product.buffer_experts(128, 5760, 2880) == (1 << 28) // (5760 * 2880 * 2) == 8
+    assert (
+        expert_product.buffer_experts(128, 5760, 2880)
+        == expert_product.BUFFER_BYTES // (5760 * 2880 * 2)
+        == 8
+    )
     assert expert_product.buffer_experts(8, 1 << 15, 1 << 15) == 1
     assert expert_product.buffer_experts(4, 64, 64) == 4
+
+
+def test_experts_are_cut_evenly_into_the_fewest_parts():
+    ends = expert_product.RowEnds(range(0, 129))
+    for n, k, sizes in ((1536, 2048, [43, 43, 42]), (2048, 768, [64, 64])):
+        parts = ends.grouped(expert_product.buffer_experts(128, n, k), torch.device("cpu")).parts
+        assert [len(part.chosen) for part in parts] == sizes
+        assert [part.rows for part in parts] == [slice(part.chosen[0], part.chosen[-1] + 1) for part in parts]
+    assert expert_product.RowEnds([0, 0, 0]).grouped(4, torch.device("cpu")).parts == []
 
 
 def test_a_stack_is_unpacked_into_the_buffer_by_the_chosen_weights(rng):

@@ -40,6 +40,17 @@ def test_bf16_loses_no_more_than_torchs_operations(T, width, room, device, rng):
         assert rms_error(got, truth) <= 1.1 * rms_error(theirs, truth)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("T", "width"), op.CASES)
+def test_halves_of_one_tensor_are_gate_and_up(T, width, dtype, device, rng):
+    gate, up, dy = _case(T, width, dtype, device, rng)
+    y, *gradients = _with_gradients(op.swiglu, gate, up, dy)
+    gate_up = torch.cat((gate, up), 1).requires_grad_()
+    halves = op.swiglu_halves(gate_up)
+    assert torch.equal(halves, y)
+    assert torch.equal(torch.autograd.grad(halves, gate_up, dy.to(dtype))[0], torch.cat(gradients, 1))
+
+
 def _wide(gate, up, dy, dtype, room=0):
     """Value, dgate, dup, and the gate that was kept."""
     T, width = gate.shape

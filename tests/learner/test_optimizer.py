@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
@@ -104,3 +105,33 @@ def test_adamw_is_torch_s_bit_for_bit(rng):
         assert mine.keys() == its.keys()
         assert all(torch.equal(mine[name], its[name]) for name in mine)
     assert not torch.equal(ours[0], start[0])
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations for which a host would wait for its GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "index"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_an_update_is_launched_without_waiting_and_skips_a_gradient_that_is_not_finite(is_finite, steps):
+    learner = tiny_learner()
+    learner.step(steps[0])
+    before = {name: x.clone() for name, x in (learner.adapter_state() | learner.optimizer_state()).items()}
+    for master in learner._masters.values():
+        master.grad = torch.ones_like(master)
+    if not is_finite:
+        next(iter(learner._masters.values())).grad[0, 0] = torch.inf
+    with Waits() as waits:
+        learner._apply(0.1)
+    assert waits.names == []
+    after = learner.adapter_state() | learner.optimizer_state()
+    assert all(torch.equal(x, before[name]) != is_finite for name, x in after.items())

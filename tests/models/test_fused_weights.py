@@ -13,6 +13,7 @@ from qerl.models import packed_linear as op
 from qerl.models.adapter import adapter_off, adapter_tensors, add_adapter, publish
 from qerl.models.fused_weights import FusedBF16, FusedPacked, fuse_weights
 from qerl.models.linear import QuantLinear, holding, repeating
+from qerl.models.mixture import copy_masters
 
 CPU, K = torch.device("cpu"), 64
 WIDTHS = (96, 64, 64)
@@ -160,7 +161,7 @@ def test_publish_and_nothing_else_reaches_the_adapters_columns(fuses, rng):
             linear.lora_B.add_(1)
     assert all(map(torch.equal, op.project(x, linears), before))
     for linear in linears:
-        linear.publish()
+        copy_masters([linear])
     assert linears[0].fused.wide_NC is wide_NC
     rounded_masters(linears)
     got = torch.cat(op.project(x, linears), 1)
@@ -206,7 +207,7 @@ def test_a_weight_that_learns_itself_multiplies_for_itself(fuses, rng):
     assert linears[1].full.grad is not None
     with torch.no_grad():
         linears[1].full.mul_(2)
-    linears[1].publish()
+    copy_masters([linears[1]])
     assert torch.equal(linears[1].fused.wide_NC[96:160], linears[1].full.bfloat16())
 
 

@@ -5,6 +5,7 @@ from conftest import rms_error
 from qerl.formats import FORMATS
 from qerl.formats.fp8_flow import rounded_rows
 from qerl.models.linear import QuantLinear
+from qerl.models.mixture import copy_masters
 
 CPU = torch.device("cpu")
 
@@ -72,7 +73,7 @@ def test_publish_copies_in_place_and_nothing_else_does(rng):
         linear.lora_A.mul_(2)
         linear.lora_B.add_(1)
     assert torch.equal(linear(x_TK), before)
-    linear.publish()
+    copy_masters([linear])
     assert [w.data_ptr() for w in (linear.a_work, linear.b_work)] == places
     w_NK = linear.weight.decode().double() + 0.5 * linear.lora_B.double() @ linear.lora_A.double()
     assert rms_error(linear(x_TK), x_TK.double() @ w_NK.T + linear.bias.double()) < 1e-5

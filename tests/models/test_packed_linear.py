@@ -10,6 +10,7 @@ from qerl.kernels.nvfp4_decode import row_factors, swiglu_order, unpack
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.adapter import add_adapter
 from qerl.models.linear import QuantLinear
+from qerl.models.mixture import copy_masters
 from qerl.models.packed_linear import PackedNVFP4, can_tile, project, tile_linears, tiles_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -24,7 +25,7 @@ def decoder_of(compute=torch.float32, weight_format=NVFP4, **settings):
     add_adapter(decoder, AdapterConfig(rank=8), seed=0)
     for _, linear in decoder.linears():
         torch.nn.init.normal_(linear.lora_B, std=0.1, generator=torch.Generator().manual_seed(1))
-        linear.publish()
+        copy_masters([linear])
     return decoder
 
 

@@ -374,8 +374,7 @@ class Generation:
         if not math.isfinite(logprob):
             index = self._prompts_P[s.group.index].index
             raise UserError(
-                f"prompt {index}: the model's logits after {s.num_positions} tokens are not finite: its"
-                " weights are damaged, or training diverged (try a lower learn.learning_rate)"
+                f"prompt {index}: the model's logits after {s.num_positions} tokens are not finite"
             )
         s.tokens_T.append(token)
         s.logprobs_T.append(logprob)

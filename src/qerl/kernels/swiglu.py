@@ -42,6 +42,13 @@ def swiglu(gate_TF: Tensor, up_TF: Tensor, *, room: int = 0) -> Tensor:
     return F.silu(gate_TF) * up_TF
 
 
+def swiglu_halves(gate_up_T2F: Tensor) -> Tensor:
+    """Return silu(gate) * up of the two halves of the columns; its gradient is one tensor too."""
+    if row_kernel.are_vectors(gate_up_T2F) and gate_up_T2F.shape[1] % 16 == 0:
+        return _Halves.apply(gate_up_T2F)
+    return swiglu(*gate_up_T2F.chunk(2, 1))
+
+
 def gated(gate_TF: Tensor, up_TF: Tensor, activation: Activation, *, room: int = 0) -> Tensor:
     """Return y = activation(gate) * up, by PyTorch's operations unless it is silu; room as in `swiglu`."""
     if activation == "silu":
@@ -62,6 +69,20 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, dy_TF):  # type: ignore[override]
         d_T2F = _gradient("swiglu_backward", dy_TF, *ctx.saved_tensors)
         return *d_T2F.chunk(2, 1), None
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up_T2F):
+        gate_TF, up_TF = gate_up_T2F.chunk(2, 1)
+        y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype, device=gate_TF.device)
+        _launch("swiglu", gate_TF, (gate_TF, up_TF, y_TF), (gate_TF.stride(0), y_TF.stride(0)))
+        ctx.save_for_backward(gate_up_T2F)
+        return y_TF
+
+    @staticmethod
+    def backward(ctx, dy_TF):  # type: ignore[override]
+        return _gradient("swiglu_backward", dy_TF, *ctx.saved_tensors[0].chunk(2, 1))
 
 
 def put_swiglu(

@@ -42,15 +42,14 @@ from qerl.learner.metrics import (
     Update,
     added,
     divided,
+    read_step,
     regrouped,
     sampling_metrics,
-    sampling_tallies,
     update_metrics,
-    update_tallies,
 )
 from qerl.learner.minibatch import Minibatch, MinibatchPart, split
 from qerl.learner.oom_retry import OomRetry
-from qerl.learner.optimizer import load_state, new_optimizer, state_of
+from qerl.learner.optimizer import load_state, new_optimizer, state_of, step_if
 from qerl.learner.packing import PackedBatch
 from qerl.models.adapter import adapter_off, adapter_tensors, dropping_inputs, load_adapter, publish
 from qerl.models.linear import holding
@@ -111,7 +110,8 @@ class Learner:
             for share, old in zip(shares, before, strict=True)
         ]
         learned = [result.before for update in updates[: len(shares)] for result in update.results]
-        own = sampling_tallies(others + learned) | update_tallies(updates)
+        own, updates = read_step(others + learned, updates)
+        self._count_applied(updates)
         tallies = added(self._ranks.gather(own))
         if self._ranks.count > 1:
             norm = torch.nn.utils.get_total_norm([master.detach() for master in self._masters.values()])
@@ -143,15 +143,17 @@ class Learner:
             lambda batches: self._learn_all(batches, exact_C, before),
             self._release_operands,
         )
-        grad_norm = self._apply(rate) if share.has_gradient else None
-        if share.has_gradient:
-            self._count_nonfinite(grad_norm is None)
-        return Update(
-            results=results, is_skipped=not share.has_gradient, grad_norm=grad_norm, learning_rate=rate
-        )
+        norm, is_skipped = self._apply(rate) if share.has_gradient else None, not share.has_gradient
+        return Update(results=results, is_skipped=is_skipped, norm=norm, grad_norm=None, learning_rate=rate)
 
-    def _count_nonfinite(self, is_skipped: bool) -> None:
-        self._num_nonfinite = self._num_nonfinite + 1 if is_skipped else 0
+    def _count_applied(self, updates: list[Update]) -> None:
+        for update in updates:
+            self.num_applied += update.grad_norm is not None
+            if not update.is_skipped:
+                self._count_nonfinite(update.grad_norm is None)
+
+    def _count_nonfinite(self, is_nonfinite: bool) -> None:
+        self._num_nonfinite = self._num_nonfinite + 1 if is_nonfinite else 0
         if self._num_nonfinite >= self.config.learn.max_nonfinite_updates:
             raise RunError(
                 f"training diverged: {self._num_nonfinite} updates in a row had a non-finite gradient"
@@ -224,22 +226,18 @@ class Learner:
             kl_C=None if kl_C is None else kl_C.detach(),
         )
 
-    def _apply(self, rate: float) -> float | None:
-        """Sum over ranks, clip, update, publish; return the norm before clipping. None: not finite, nothing
-        applied."""
+    def _apply(self, rate: float) -> Tensor:
+        """Sum over ranks, clip, update unless the norm is not finite, publish; return the norm before
+        clipping. The host does not wait for the gradients: it launches all of it while they are computed."""
         masters = list(self._masters.values())
-        grads = self._gradients(masters)
-        norm = torch.nn.utils.get_total_norm(grads)
-        is_finite = bool(norm.isfinite())
-        if is_finite:
-            torch.nn.utils.clip_grads_with_norm_(masters, self.config.learn.max_grad_norm, norm)
-            for settings in self._optimizer.param_groups:
-                settings["lr"] = rate
-            self.num_applied += 1
-            self._optimizer.step()
-            publish(self.decoder)
+        norm = torch.nn.utils.get_total_norm(self._gradients(masters))
+        torch.nn.utils.clip_grads_with_norm_(masters, self.config.learn.max_grad_norm, norm)
+        for settings in self._optimizer.param_groups:
+            settings["lr"] = rate
+        step_if(self._optimizer, norm.isfinite())
+        publish(self.decoder)
         self._optimizer.zero_grad(set_to_none=True)
-        return norm.item() if is_finite else None
+        return norm
 
     def _gradients(self, masters: list[torch.nn.Parameter]) -> list[Tensor]:
         """Return the gradients of the whole update, summed over all ranks."""

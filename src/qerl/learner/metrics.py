@@ -22,7 +22,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,8 +88,10 @@ class Update:
     """Metrics of this rank's batches."""
     is_skipped: bool
     """True if no rank had anything to learn."""
+    norm: Tensor | None
+    """Norm before clipping, until the host has read it; None if skipped."""
     grad_norm: float | None
-    """Norm before clipping. None if nothing was applied: skipped, or not finite."""
+    """The same. None if nothing was applied: skipped, or not finite."""
     learning_rate: float
 
 
@@ -103,9 +105,7 @@ class Tally:
 
     @staticmethod
     def of(parts_C: list[Tensor]) -> "Tally":
-        values_C = torch.cat(parts_C).double()
-        total, most = torch.stack([values_C.sum(), values_C.max()]).tolist()
-        return Tally(total, len(values_C), most)
+        return read({"": measured(parts_C)})[""]
 
     @property
     def mean(self) -> float:
@@ -117,7 +117,35 @@ class Tally:
         return Tally(self.total + other.total, self.count + other.count, most)
 
 
+class Measured(NamedTuple):
+    """A Tally that is still on the device, in float64."""
+
+    total: Tensor
+    most: Tensor
+    number: Tensor
+
+
+N = TypeVar("N")
 Tallies = dict[str, Tally]
+Measures = dict[str, Measured]
+
+
+def measured(parts_C: list[Tensor], kept: list[Tensor] | None = None) -> Measured:
+    """Measure the values, or those that are kept; the host does not wait for them."""
+    values_C = torch.cat(parts_C).double()
+    if kept is None:
+        return Measured(values_C.sum(), values_C.max(), values_C.new_full((), len(values_C)))
+    kept_C = torch.cat(kept)
+    total = values_C.where(kept_C, 0.0).sum()
+    return Measured(total, values_C.where(kept_C, -math.inf).max(), kept_C.sum().double())
+
+
+def read(measures: dict[N, Measured]) -> dict[N, Tally]:
+    """Wait for the device, once, and return the tallies of those that have values."""
+    values = [value for each in measures.values() for value in each]
+    numbers = torch.stack(values).tolist() if values else []
+    thirds = zip(measures, numbers[0::3], numbers[1::3], numbers[2::3], strict=True)
+    return {name: Tally(total, int(count), most) for name, total, most, count in thirds if count}
 
 
 def added(tallies: list[Tallies]) -> Tallies:
@@ -126,31 +154,34 @@ def added(tallies: list[Tallies]) -> Tallies:
     return {name: reduce(Tally.__add__, [t[name] for t in tallies if name in t]) for name in names}
 
 
-def sampling_tallies(first: list[BatchMetrics]) -> Tallies:
+def num_rows(first: list[BatchMetrics]) -> Tallies:
+    rows = Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0)
+    return {"rows": rows} if first else {}
+
+
+def sampling_measures(first: list[BatchMetrics]) -> Measures:
     """Compare learner and sampler, from the step's first pass."""
     if not first:
         return {}
-    tallies = {
-        "rows": Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0),
-        "entropy": Tally.of([reading.entropy_C for reading in first]),
-        **_routing([reading.routing for reading in first if reading.routing is not None]),
-    }
-    is_sampled_C = torch.cat([reading.batch.is_sampled_C for reading in first])
-    if not is_sampled_C.any():
-        return tallies
-    sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])[is_sampled_C]
-    learner_C = torch.cat([reading.logprob_C for reading in first])[is_sampled_C]
+    sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])
+    learner_C = torch.cat([reading.logprob_C for reading in first])
+    is_sampled = [reading.batch.is_sampled_C for reading in first]
     owns = [reading.own_C for reading in first if reading.own_C is not None]
     teachers = [reading.batch.teacher.logprob_C for reading in first if reading.batch.teacher is not None]
-    tallies |= {"sampler": Tally.of([sampler_C]), **_mismatch("mismatch", sampler_C, learner_C)}
+    measures = {
+        "entropy": measured([reading.entropy_C for reading in first]),
+        **_routing([reading.routing for reading in first if reading.routing is not None]),
+        "sampler": measured([sampler_C], is_sampled),
+        **_mismatch("mismatch", sampler_C, learner_C, is_sampled),
+    }
     if owns:
-        tallies |= _mismatch("own_mismatch", sampler_C, torch.cat(owns)[is_sampled_C])
+        measures |= _mismatch("own_mismatch", sampler_C, torch.cat(owns), is_sampled)
     if teachers:
-        tallies["teacher_kl"] = Tally.of([learner_C - torch.cat(teachers)[is_sampled_C]])
-    return tallies | _by_length(first)
+        measures["teacher_kl"] = measured([learner_C - torch.cat(teachers)], is_sampled)
+    return measures | _by_length(first)
 
 
-def _routing(readings: list[RoutingReading]) -> Tallies:
+def _routing(readings: list[RoutingReading]) -> Measures:
     """Tally the load of experts, 1 being an equal share, and the routes that differ from the sampler's."""
     if not readings:
         return {}
@@ -159,57 +190,86 @@ def _routing(readings: list[RoutingReading]) -> Tallies:
     num_experts = share_LE.shape[1]
     load = (share_LE * num_experts).flatten()
     entropy_L = torch.special.entr(share_LE).sum(1) / math.log(num_experts) if num_experts > 1 else load[:1]
-    tallies = {
-        "expert_load": Tally.of([load]),
-        "expert_idle": Tally.of([-load]),
-        "expert_entropy": Tally.of([entropy_L]),
+    measures = {
+        "expert_load": measured([load]),
+        "expert_idle": measured([-load]),
+        "expert_entropy": measured([entropy_L]),
     }
     differs = [reading.differs_TL for reading in readings if reading.differs_TL is not None]
     if differs:
-        tallies["route_changes"] = Tally.of([each.flatten() for each in differs])
-        tallies["route_change_rows"] = Tally.of([each.any(1) for each in differs])
-    return tallies
+        measures["route_changes"] = measured([each.flatten() for each in differs])
+        measures["route_change_rows"] = measured([each.any(1) for each in differs])
+    return measures
 
 
-def _mismatch(name: str, sampler_C: Tensor, learner_C: Tensor) -> Tallies:
-    distance_C = (learner_C - sampler_C).abs()
-    return {name: Tally.of([distance_C]), f"{name}_kl": Tally.of([k3(sampler_C, learner_C)])}
+def _mismatch(name: str, sampler_C: Tensor, learner_C: Tensor, is_sampled: list[Tensor]) -> Measures:
+    distance_C, kl_C = (learner_C - sampler_C).abs(), k3(sampler_C, learner_C)
+    return {name: measured([distance_C], is_sampled), f"{name}_kl": measured([kl_C], is_sampled)}
 
 
-def update_tallies(updates: list[Update]) -> Tallies:
-    """Tally the tokens of the applied updates."""
-    results = [result for u in updates if u.grad_norm is not None for result in u.results]
-    if not results:
-        return {}
-    corrections = [result.correction for result in results]
+def update_measures(update: Update) -> Measures:
+    """Measure the update's tokens, and its norm."""
+    corrections = [result.correction for result in update.results]
+    norm = {} if update.norm is None else {"norm": measured([update.norm[None]])}
+    if not corrections:
+        return norm
     weight_C = torch.cat([correction.weight_T for correction in corrections]).double()
-    kl = [result.kl_C for result in results if result.kl_C is not None]
-    return {
-        "loss": Tally.of([result.loss[None] for result in results]),
-        "ratio": Tally.of([result.ratio_C for result in results]),
-        "held": Tally.of([result.held_C for result in results]),
-        "weight": Tally.of([weight_C]),
-        "weight_squared": Tally.of([weight_C.square()]),
-        "capped": Tally.of([correction.was_capped_T for correction in corrections]),
-        "masked": Tally.of([correction.was_masked_T for correction in corrections]),
-        "rejected": Tally.of([correction.was_rejected_S for correction in corrections]),
-        **({"kl": Tally.of(kl)} if kl else {}),
+    kl = [result.kl_C for result in update.results if result.kl_C is not None]
+    return norm | {
+        "loss": measured([result.loss[None] for result in update.results]),
+        "ratio": measured([result.ratio_C for result in update.results]),
+        "held": measured([result.held_C for result in update.results]),
+        "weight": measured([weight_C]),
+        "weight_squared": measured([weight_C.square()]),
+        "capped": measured([correction.was_capped_T for correction in corrections]),
+        "masked": measured([correction.was_masked_T for correction in corrections]),
+        "rejected": measured([correction.was_rejected_S for correction in corrections]),
+        **({"kl": measured(kl)} if kl else {}),
     }
 
 
-def _by_length(readings: list[BatchMetrics]) -> Tallies:
-    """Tally by position: mismatch accumulates over long samples (Jet-RL, arXiv 2601.14243)."""
+def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies, list[Update]]:
+    """Wait for the device, once. Return the tallies of the first pass and of the applied updates, and the
+    updates with their norms."""
+    measures: dict[tuple[int | str, str], Measured] = {
+        ("", name): x for name, x in sampling_measures(first).items()
+    }
+    for i, update in enumerate(updates):
+        measures |= {(i, name): x for name, x in update_measures(update).items()}
+    found = read(measures)
+    norms = [found[i, "norm"].total if (i, "norm") in found else math.nan for i in range(len(updates))]
+    done = [
+        dataclasses.replace(u, norm=None, grad_norm=n if math.isfinite(n) else None)
+        for u, n in zip(updates, norms, strict=True)
+    ]
+    applied = [
+        {name: tally for (at, name), tally in found.items() if at == i}
+        for i, update in enumerate(done)
+        if update.grad_norm is not None
+    ]
+    own = {name: tally for (at, name), tally in found.items() if at == ""}
+    return num_rows(first) | own | added(applied), done
+
+
+def _by_length(readings: list[BatchMetrics]) -> Measures:
+    """Measure by position: mismatch accumulates over long samples (Jet-RL, arXiv 2601.14243)."""
     early, late, samples = [], [], []
+    distances, sums = [], []
     for reading in readings:
         spans = reading.batch.spans
         is_sampled_C = reading.batch.is_sampled_C
         d_C = reading.logprob_C - reading.batch.sampler_logprobs_C
         quarter_C = 4 * (spans.places_T % max(spans.longest, 1)) // spans.per_token(spans.lengths_S)
-        early.append(d_C[(quarter_C == 0) & is_sampled_C].abs())
-        late.append(d_C[(quarter_C == 3) & is_sampled_C].abs())
-        samples.append(spans.total(d_C)[spans.total(is_sampled_C.float()) > 0].abs())
-    parts = {"early": early, "late": late, "sample": samples}
-    return {f"mismatch_{name}": Tally.of(each) for name, each in parts.items() if sum(map(len, each))}
+        distances.append(d_C.abs())
+        early.append((quarter_C == 0) & is_sampled_C)
+        late.append((quarter_C == 3) & is_sampled_C)
+        sums.append(spans.total(d_C).abs())
+        samples.append(spans.total(is_sampled_C.float()) > 0)
+    return {
+        "mismatch_early": measured(distances, early),
+        "mismatch_late": measured(distances, late),
+        "mismatch_sample": measured(sums, samples),
+    }
 
 
 def sampling_metrics(tallies: Tallies) -> dict[str, float]:

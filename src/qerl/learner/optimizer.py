@@ -34,7 +34,8 @@ class FusedAdamW:
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, is_skipped: Tensor | None = None) -> None:
+        """is_skipped: fp32, on the device; 1 leaves the parameters and their state as they are."""
         settings = dict(self.param_groups[0])
         parameters = [x for x in settings.pop("params") if x.grad is not None]
         for parameter in parameters:
@@ -49,10 +50,19 @@ class FusedAdamW:
         averages, squares, steps = ([x[name] for x in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         beta1, beta2 = settings.pop("betas")
         settings |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
-        adamw(parameters, gradients, averages, squares, [], steps, fused=True, **settings)
+        settings |= {"found_inf": is_skipped, "fused": True}
+        adamw(parameters, gradients, averages, squares, [], steps, **settings)
 
 
 Optimizer = FusedAdamW | torch.optim.Optimizer
+
+
+def step_if(optimizer: Optimizer, is_finite: Tensor) -> None:
+    """Update the parameters, or leave them as they are; with FusedAdamW the host does not wait to know."""
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.step(is_skipped=is_finite.logical_not().float())
+    elif is_finite:
+        optimizer.step()
 
 
 def new_optimizer(masters: Mapping[str, nn.Parameter], learn: LearnConfig) -> Optimizer:

@@ -17,6 +17,7 @@ eight make ten batches of 8,192 rows, not sixteen of which half have a single sa
 
 import dataclasses
 from array import array
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -130,6 +131,7 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         lengths = tuple(len(sample.tokens_T) - 1 for sample, _ in branches.samples)
         trees.append(Tree(start=start, prompt_tokens=len(prompt_T), branch_tokens=lengths))
     samples = [pair for branches in batch for pair in branches.samples]
+    targets_C = [t for s, _ in samples for t in _sampled_tokens(s)]
     return PackedBatch(
         tokens_T=_ints(tokens_T, device),
         positions_T=_ints(positions_T, device),
@@ -137,13 +139,15 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         members=[(b.prompt.index, [s.sample_index for s, _ in b.samples]) for b in batch],
         layout=TreeLayout.of(trees, device),
         source_rows_C=_ints(source_rows_C, device),
-        targets_C=_ints([s.tokens_T[i] for s, _ in samples for i in s.sampled_indices], device),
-        sampler_logprobs_C=_reals([x for sample, _ in samples for x in sample.logprobs_T], device),
-        advantages_C=_reals([s.advantage for s, _ in samples for _ in s.logprobs_T], device),
-        weights_C=_reals([weight for sample, weight in samples for _ in sample.logprobs_T], device),
+        targets_C=_ints(targets_C, device),
+        sampler_logprobs_C=_reals([sample.logprobs_T for sample, _ in samples], device),
+        advantages_C=_reals([[s.advantage] * len(s.logprobs_T) for s, _ in samples], device),
+        weights_C=_reals([[weight] * len(s.logprobs_T) for s, weight in samples], device),
         routes_T=_routes(batch, device),
         spans=Segments.of([len(sample.logprobs_T) for sample, _ in samples], device),
-        is_sampled_C=_ints([not s.is_given for s, _ in samples for _ in s.logprobs_T], device).bool(),
+        is_sampled_C=_ints(
+            [x for s, _ in samples for x in [not s.is_given] * len(s.logprobs_T)], device
+        ).bool(),
         mask=TokenMask.joined(
             [s.allowed for s, _ in samples], [len(s.logprobs_T) for s, _ in samples], device
         ),
@@ -181,12 +185,19 @@ def _routes(batch: list[_Branches], device: torch.device) -> Tensor | None:
     return sent(whole.view(num_rows, -1), device)
 
 
+def _sampled_tokens(sample: Sample) -> list[int]:
+    if not sample.environment_spans:
+        return sample.tokens_T
+    return [sample.tokens_T[index] for index in sample.sampled_indices]
+
+
 def _ints(values: list[int], device: torch.device) -> Tensor:
     return _tensor(array("q", values), torch.int64, device)
 
 
-def _reals(values: list[float], device: torch.device) -> Tensor:
-    return _tensor(array("f", values), torch.float32, device)
+def _reals(values: list[list[float]], device: torch.device) -> Tensor:
+    """Return the samples' values, one for each sampled token, as one tensor."""
+    return _tensor(array("f", chain.from_iterable(values)), torch.float32, device)
 
 
 def _tensor(values: array, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from qerl.formats import BF16, FP8Flow
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.layer_spec import adapter_targets
 from qerl.models.linear import QuantLinear
-from qerl.models.mixture import ExpertLinear, MixtureMLP
+from qerl.models.mixture import ExpertLinear, MixtureMLP, copy_masters
 from qerl.models.peft_experts import shared
 from qerl.models.peft_names import PEFT_PREFIX, PREFIX, decoder_tensors
 from qerl.models.policy_model import PolicyModel
@@ -96,8 +96,7 @@ def _new_a(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def publish(decoder: PolicyModel) -> None:
     """Copy the fp32 masters into the working copies that the forward pass multiplies by."""
-    for _, linear in _linears(decoder):
-        linear.publish()
+    copy_masters([linear for _, linear in _linears(decoder)])
 
 
 def _linears(decoder: PolicyModel) -> Iterator[tuple[str, QuantLinear | ExpertLinear]]:

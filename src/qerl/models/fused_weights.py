@@ -7,7 +7,7 @@ FP8Flow       codes and scales, one after the other, where 128 divides each N
 
 y = [x | u] @ [W | b]^T adds the adapters in the accumulator of the product (kernels/fused_linear.py). Each
 linear's BF16 or FP8Flow weight becomes a slice of the tensor, so there is no second copy, and
-`QuantLinear.publish` writes its b there. Rows of FusedBF16 begin at multiples of 128 bytes.
+`publish` writes its b there. Rows of FusedBF16 begin at multiples of 128 bytes.
 """
 
 import dataclasses

@@ -142,15 +142,17 @@ class QuantLinear(nn.Module):
             self.make_resident()  # in bf16 the operand is the weight itself
         self.full = nn.Parameter(self.operand().detach().float().clone())
 
-    def publish(self) -> None:
-        """Copy the masters into the working copies, in place."""
-        if self.full is not None:
-            self.operand().copy_(self.full.detach())
-        if self.a_work is not None and self.b_work is not None:
-            self.a_work.copy_(self.lora_A.detach())
-            self.b_work.copy_(self.lora_B.detach())
-            if self.b_fused is not None:
-                self.b_fused.copy_(self.b_work)
+    @property
+    def working_copies(self) -> list[tuple[Tensor, Tensor]]:
+        """(working copy, master) of everything that is trained."""
+        pairs = (self.a_work, self.lora_A), (self.b_work, self.lora_B)
+        full: list[tuple[Tensor, Tensor]] = [] if self.full is None else [(self.operand(), self.full)]
+        return full + [(work, master) for work, master in pairs if work is not None]
+
+    @property
+    def fused_copies(self) -> list[tuple[Tensor, Tensor]]:
+        """(copy, working copy) of b behind the rows of a fused weight."""
+        return [] if self.b_fused is None or self.b_work is None else [(self.b_fused, self.b_work)]
 
     @property
     def tensors(self) -> list[Tensor]:

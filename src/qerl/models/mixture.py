@@ -21,7 +21,7 @@ from qerl.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_pairs
 from qerl.kernels.expert_product import RowEnds
 from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
 from qerl.kernels.routing import SortedRows, choose, combine, sort_rows, spread, weigh
-from qerl.kernels.swiglu import swiglu
+from qerl.kernels.swiglu import swiglu, swiglu_halves
 from qerl.models.architecture import Architecture, Mixture
 from qerl.models.layer_spec import ExpertSpec, LayerSpec
 from qerl.models.linear import QuantLinear
@@ -73,11 +73,11 @@ class ExpertLinear(nn.Module):
         self.a_work, self.b_work = a_ERK.to(self.compute, copy=True), b_ENR.to(self.compute, copy=True)
         self.scaling = scaling
 
-    def publish(self) -> None:
-        """Copy the masters into the working copies, in place."""
-        if self.a_work is not None and self.b_work is not None:
-            self.a_work.copy_(self.lora_A.detach())
-            self.b_work.copy_(self.lora_B.detach())
+    @property
+    def working_copies(self) -> list[tuple[Tensor, Tensor]]:
+        """(working copy, master) of the adapter's tensors."""
+        pairs = (self.a_work, self.lora_A), (self.b_work, self.lora_B)
+        return [(work, master) for work, master in pairs if work is not None]
 
     @property
     def adapter(self) -> GroupedAdapter | None:
@@ -108,6 +108,16 @@ class ExpertLinear(nn.Module):
         return grouped_linear(x_SK, offsets, self.weight, bias_EN=self.bias, adapter=self.adapter, **options)
 
 
+@torch.no_grad()
+def copy_masters(linears: Sequence[QuantLinear | ExpertLinear]) -> None:
+    """Copy the masters into the working copies, in place: 392 tensors of a 7B model in a few launches."""
+    trained = [pair for linear in linears for pair in linear.working_copies]
+    fused = [pair for x in linears if isinstance(x, QuantLinear) for pair in x.fused_copies]
+    for copies in filter(None, (trained, fused)):
+        to, masters = ([pair[i] for pair in copies] for i in (0, 1))
+        torch._foreach_copy_(to, masters)  # pyright: ignore[reportPrivateImportUsage]
+
+
 class Experts(nn.Module):
     def __init__(self, mixture: Mixture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
         super().__init__()
@@ -128,6 +138,8 @@ class Experts(nn.Module):
             return clamped_swiglu_pairs(gate_up_SF, alpha=alpha, limit=limit)
         if mixture.is_interleaved:
             gate_SF, up_SF = gate_up_SF.unflatten(1, (-1, 2)).unbind(2)
+        elif alpha is None:
+            return swiglu_halves(gate_up_SF)
         else:
             gate_SF, up_SF = gate_up_SF.chunk(2, 1)
         if alpha is None:
