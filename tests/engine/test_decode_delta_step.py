@@ -15,6 +15,7 @@ from qerl.engine.state_cache import StateCache
 from qerl.kernels import delta_net_step, row_kernel
 from qerl.kernels.gated_delta_net import DeltaShape
 from qerl.models.adapter import add_adapter
+from qerl.models.mixture import copy_masters
 from qerl.models.random_weights import SHAPES, random_decoder
 
 DELTA = DeltaShape(num_key_heads=1, num_value_heads=2, key_size=128, value_size=128, num_taps=4)
@@ -114,7 +115,7 @@ def test_packed_layers_make_the_gates_beside_the_norm(targets):
         for _, linear in decoder.linears():
             if linear.rank:
                 linear.lora_B.data.normal_(0, 0.3)
-                linear.publish()
+                copy_masters([linear])
     cache = KVCache(
         SMALL, 1, 16, torch.float32, decoder.device, StateCache(SMALL, 1, torch.float32, decoder.device)
     )

@@ -16,6 +16,7 @@ from qerl.kernels.decode_state import DecodeState
 from qerl.models.adapter import add_adapter, publish
 from qerl.models.architecture import LayerKind, Mixture
 from qerl.models.device import best_kernels
+from qerl.models.mixture import copy_masters
 from qerl.models.random_weights import SHAPES, random_decoder
 from qerl.models.tiled_experts import TiledStack
 
@@ -109,7 +110,7 @@ def test_hidden_states_and_recorded_experts_are_those_of_pytorch(mixture, format
             if position == 10 and expert_rank:
                 for _, experts in decoder.expert_linears():
                     experts.lora_B.mul_(-2)
-                    experts.publish()
+                    copy_masters([experts])
             state.tokens_B.copy_(torch.randint(0, 1024, (rows,), generator=rng, device=device))
             state.positions_B.fill_(position)
             ours, theirs = (forward(state, rows).float() for forward in forwards)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from conftest import rms_error
 from models.test_fused_weights import K, exactly, linears_of, rounded_masters
 from qerl.engine import fused_linear as op
+from qerl.models.mixture import copy_masters
 
 WIDTHS = (96, 64, 64)
 
@@ -85,7 +86,7 @@ def test_publishing_the_linears_and_the_group_takes_over_both_matrices(device, r
         for linear in group.linears:
             linear.lora_A.mul_(2)
             linear.lora_B.mul_(4)
-            linear.publish()
+    copy_masters(group.linears)
     group.publish()
     x = torch.randn(7, K, generator=rng).bfloat16().to(device)
     x, u = given(group, x)

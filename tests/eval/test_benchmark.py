@@ -57,6 +57,11 @@ ROWS = {
 SAMPLED = Sampling(max_tokens=8, temperature=0.6, top_p=0.95)
 
 
+@pytest.fixture(autouse=True)
+def one_voter(monkeypatch):
+    monkeypatch.setitem(VotePool.__init__.__kwdefaults__, "num_workers", 1)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_run.write_files(tmp_path_factory.mktemp("tiny"), max_positions=1024)

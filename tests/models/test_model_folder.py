@@ -63,7 +63,7 @@ def test_one_copy_is_read_and_the_others_are_named(tmp_path, names, read):
         (["m.gguf"], None, "config.json is missing; to load m.gguf, pass the file itself"),
         (["m.gguf", "consolidated.safetensors"], "{}", "to load m.gguf, pass the file itself"),
         (["consolidated.safetensors"], "{}", "consolidated.safetensors has Mistral's names"),
-        (["adapter_config.json", "adapter_model.safetensors"], None, "an adapter; pass its base model"),
+        (["adapter_config.json", "adapter_model.safetensors"], None, "an adapter; give its base model"),
         (["pytorch_model.bin"], "{}", "pickled weights such as pytorch_model.bin are never loaded; convert"),
     ],
 )

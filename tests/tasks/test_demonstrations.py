@@ -203,7 +203,7 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own(tokenizer, tmp_pat
 
 def test_a_table_of_another_form_is_refused_with_its_columns(tokenizer, tmp_path):
     data = write(tmp_path / "rows.jsonl", [{"question": "1 + 1", "answer": "2"}])
-    with pytest.raises(UserError, match=r"messages, prompt and completion.*question, answer"):
+    with pytest.raises(UserError, match=r"columns prompt and completion, .*question, answer"):
         read(tokenizer, data)
 
 

@@ -104,7 +104,7 @@ def test_an_abstention_is_no_failure(pool):
 def test_a_step_without_any_reward_ends_the_run_with_the_most_common_cause(pool):
     one = pool(by_name)
     with pytest.raises(
-        UserError, match="2 of 3: raised ZeroDivisionError: by_name: ZeroDivisionError: division"
+        UserError, match="2 of 3 failed: raised ZeroDivisionError: by_name: ZeroDivisionError: division"
     ):
         one.score([group("raise", "nan"), group("raise")])
     with pytest.raises(UserError, match="by_name returned None for every sample"):

@@ -462,7 +462,7 @@ def test_a_write_that_fails_ends_the_run_in_one_line(tmp_path):
     with open_journal(tmp_path) as journal:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
-            with pytest.raises(RunError, match=r"samples.jsonl: File too large"):
+            with pytest.raises(RunError, match=r"samples.jsonl: cannot be written: File too large"):
                 take_steps(journal, 0, 1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -196,6 +196,7 @@ def test_single_turns_are_branched_by_workers_with_the_newest_policy(files, tmp_
     wait_for_steps(process, out, 1)
     pids = re.findall(r"sampler \d is process (\d+)", (out / "events.jsonl").read_text())
     os.kill(int(pids[1]), signal.SIGKILL)
+    (files / "gone").touch()
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     assert sum(m["replaced_samplers"] for m in read_lines(out / "metrics.jsonl")) == 1

@@ -104,7 +104,7 @@ def test_sft_eval_and_generate_take_the_model(folder, capsys):
         ((*QUIET, "--model.head-format", "fp8"), "model.head_format fp8 needs"),
         (("--noise.scope", "sample"), "noise.scope sample needs"),
         ((*QUIET, "--model.sampler-format", "fp8"), "model.sampler_format fp8 needs"),
-        ((), "no norm of this model takes it: set --noise.schedule none"),
+        ((), "no RMSNorm that noise can be added to: set --noise.schedule none"),
     ],
     ids=["exact", "head", "scope", "sampler", "noise"],
 )

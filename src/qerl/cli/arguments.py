@@ -42,10 +42,12 @@ def parse_options(
 
 
 def _one_line(box: str) -> str:
-    """Return the message in one of tyro's boxes, without what stands below its first rule."""
+    """Return the message in one of tyro's boxes, without what stands below its first rule. A box in ASCII,
+    for a terminal without UTF-8, has its title as text above a rule."""
     lines = [line.strip("\u2502 ") for line in box.splitlines() if not line.startswith(("\u256d", "\u2570"))]
-    message = itertools.takewhile(lambda line: not line.startswith("\u2500"), lines)
-    text = " ".join(filter(None, message)).rstrip(".")
+    runs = itertools.groupby(lines, lambda line: bool(line) and not line.strip("\u2500-"))
+    parts = [" ".join(filter(None, run)) for is_rule, run in runs if not is_rule]
+    text = parts[: 1 if "\u256d" in box else 2][-1].rstrip(".")
     text = re.sub(_NO_NUMBER, lambda m: f"{m[1]} must be {'an integer' if m[2] else 'a number'}, got", text)
     return text + "; --help lists the options"
 

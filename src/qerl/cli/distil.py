@@ -34,7 +34,7 @@ TEACHER is one of
     (its key, if it needs one, in the environment variable QERL_TEACHER_KEY)
 
 The fields are those of `qerl train`; those of the teacher and the loss begin with --distil.
-A reward is only measured. Run 'qerl train RECIPE --help' for all fields."""
+A reward, if there is one, is measured but not learned from. Run 'qerl train RECIPE --help' for all fields."""
 _SHORT = SHORT | {"--teacher": "--distil.teacher"}
 
 

@@ -58,7 +58,7 @@ class LinearGroup:
         self.a, self.b = self._stacked() if self.rank else (None, None)
 
     def publish(self) -> None:
-        """Copy the adapters in place: recorded graphs point to the stacked copies. `QuantLinear.publish` has
+        """Copy the adapters in place: recorded graphs point to the stacked copies. `copy_masters` has
         written b of BF16 weights."""
         if self.a is not None:
             a, b = self._stacked()

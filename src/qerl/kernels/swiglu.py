@@ -59,11 +59,8 @@ def gated(gate_TF: Tensor, up_TF: Tensor, activation: Activation, *, room: int =
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_TF, up_TF, room):
-        T, F = gate_TF.shape
-        y_TF = row_kernel.rows(T, F, room, gate_TF)
-        _launch("swiglu", gate_TF, (gate_TF, up_TF, y_TF), (gate_TF.stride(0), y_TF.stride(0)))
         ctx.save_for_backward(gate_TF, up_TF)
-        return y_TF
+        return _value(gate_TF, up_TF, room)
 
     @staticmethod
     def backward(ctx, dy_TF):  # type: ignore[override]
@@ -74,15 +71,18 @@ class _SwiGLU(torch.autograd.Function):
 class _Halves(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up_T2F):
-        gate_TF, up_TF = gate_up_T2F.chunk(2, 1)
-        y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype, device=gate_TF.device)
-        _launch("swiglu", gate_TF, (gate_TF, up_TF, y_TF), (gate_TF.stride(0), y_TF.stride(0)))
         ctx.save_for_backward(gate_up_T2F)
-        return y_TF
+        return _value(*gate_up_T2F.chunk(2, 1))
 
     @staticmethod
     def backward(ctx, dy_TF):  # type: ignore[override]
         return _gradient("swiglu_backward", dy_TF, *ctx.saved_tensors[0].chunk(2, 1))
+
+
+def _value(gate_TF: Tensor, up_TF: Tensor, room: int = 0) -> Tensor:
+    y_TF = row_kernel.rows(len(gate_TF), gate_TF.shape[1], room, gate_TF)
+    _launch("swiglu", gate_TF, (gate_TF, up_TF, y_TF), (gate_TF.stride(0), y_TF.stride(0)))
+    return y_TF
 
 
 def put_swiglu(

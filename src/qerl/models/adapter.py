@@ -35,9 +35,8 @@ def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
     targets = targets_of(decoder, config)
     _check_mixture(decoder, config)
     if unknown := [target for target in targets if target not in names]:
-        raise UserError(
-            f"adapter.target_modules: the model has no linear {unknown[0]!r}; it has {sorted(names)}"
-        )
+        there_are = ", ".join(sorted(names))
+        raise UserError(f"adapter.target_modules: the model has no linear {unknown[0]!r}; it has {there_are}")
     for index, (name, linear) in enumerate(decoder.linears()):
         if name.rpartition(".")[2] in targets and config.kind == "full":
             if not isinstance(linear.weight, BF16):

@@ -75,17 +75,15 @@ def check_quantization(
 def describe(
     error: QuantizationError, format: str, note: MergeNote | None, of: str, advice: str = ADVICE
 ) -> str:
-    kl = f"KL to the float weights {error.kl:.3f} nats a token"
+    kl = f"KL to the float weights {error.kl:.3f} nats per token"
     if note is not None:
         kept = note.kept(error.kl)
         line = (
-            f"{format} keeps {kept:.0%} of what {note.run} learned: {kl}, of the model before training"
-            f" {note.base_kl:.3f} ({error.num_tokens} tokens of its samples)"
+            f"{format} keeps {kept:.0%} of what {note.run} learned: {kl},"
+            f" {note.base_kl:.3f} of the model before training ({error.num_tokens} tokens of its samples)"
         )
         return line if kept >= MIN_KEPT else f"warning: {line}; {advice}"
-    line = (
-        f"{format}: {kl}, same most likely token for {error.agreement:.0%}, {error.num_tokens} tokens of {of}"
-    )
+    line = f"{format}: {kl}, top-1 agreement {error.agreement:.0%}, over {error.num_tokens} tokens of {of}"
     is_on_grid = format in FOUR_BITS and error.weight_error < GRID_WEIGHT_ERROR
     if is_on_grid and error.kl > GRID_KL:
         line += (
