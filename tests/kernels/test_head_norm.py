@@ -6,7 +6,7 @@ import torch
 from conftest import rms_error
 from kernels.cuda_on_cpu import has_compiler, on_cpu
 from qerl.kernels import head_norm as op
-from qerl.kernels import rotary, row_kernel, untried
+from qerl.kernels import rotary, row_kernel
 from qerl.kernels.fused_linear import side_by_side
 from qerl.kernels.rms_norm import rms_norm
 from qerl.models.rope import cosine_sine
@@ -69,10 +69,9 @@ def test_the_kernels_arithmetic_is_the_definition(case, has_norms, rng, tmp_path
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_norms", (False, True))
 @pytest.mark.parametrize("case", op.CASES)
-def test_on_a_gpu_the_bits_are_those_of_norm_and_rotation(case, has_norms, rng, device, monkeypatch):
+def test_on_a_gpu_the_bits_are_those_of_norm_and_rotation(case, has_norms, rng, device):
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
-    monkeypatch.setenv(untried.VARIABLE, "1")
     found, wanted = _check(case, has_norms, device, rng)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qerl.kernels import rotary, row_kernel, untried
+from qerl.kernels import rotary, row_kernel
 from qerl.kernels.nvrtc import addresses
 from qerl.kernels.rms_norm import rms_norm
 
@@ -59,7 +59,7 @@ def turned_heads(
 
 def _has_kernel(q_TN: Tensor, k_TK: Tensor, v_TK: Tensor, head_size: int) -> bool:
     columns = q_TN, k_TK, v_TK
-    if not (untried.are_used() and head_size in (64, 128, 256) and row_kernel.are_vectors(*columns)):
+    if not (head_size in (64, 128, 256) and row_kernel.are_vectors(*columns)):
         return False
     if len({(x.untyped_storage().data_ptr(), x.stride()) for x in columns}) > 1 or not len(q_TN):
         return False
