@@ -27,13 +27,10 @@ def ptxas_says(file, defines, architecture):
         )
     )
     checked(binding.nvrtcCompileProgram(program, len(options), [each.encode() for each in options]))
-    log, cubin = (
-        b" " * checked(size(program)) for size in (binding.nvrtcGetProgramLogSize, binding.nvrtcGetCUBINSize)
-    )
-    checked(binding.nvrtcGetProgramLog(program, log))
+    cubin = bytes(checked(binding.nvrtcGetCUBINSize(program)))
     checked(binding.nvrtcGetCUBIN(program, cubin))
     found = {}
-    for part in log.decode().split("Compiling entry function ")[1:]:
+    for part in nvrtc.program_log(program).split("Compiling entry function ")[1:]:
         numbers = [
             re.search(rf"(\d+) {what}", part) for what in ("registers", "bytes stack frame", "bytes smem")
         ]

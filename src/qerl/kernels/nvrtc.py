@@ -286,12 +286,19 @@ def compile_cubin(file: str, defines: Mapping[str, int], architecture: str) -> b
     )
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(result) != 0:
-        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
-        checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"NVRTC cannot compile {file}: {result}\n{log.decode()}")
-    cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+        raise RuntimeError(f"NVRTC cannot compile {file}: {result}\n{program_log(program)}")
+    cubin = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
     checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
+
+
+def program_log(program: Any) -> str:
+    """Return what NVRTC says of a program. The buffer has a byte more than an empty log's one, since NVRTC
+    writes into it and Python shares every bytes object of one byte."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)) + 1)
+    checked(nvrtc.nvrtcGetProgramLog(program, log))
+    return log.rstrip(b"\0").decode()
 
 
 def cache_key(file: str, defines: Mapping[str, int], architecture: str, versions: tuple) -> str:
