@@ -8,8 +8,9 @@ what was written, and the tests of power cuts (tests/faults) put their own funct
 import functools
 import inspect
 import os
+from typing import Any
 
-import tyro
+from tyro import _unsafe_cache
 from tyro._docstrings import _ClassTokenization, get_class_tokenization_with_field, get_field_docstring
 from tyro._parsers import ParserSpecification
 
@@ -17,10 +18,14 @@ from qerl.tracking import provenance
 
 
 def install() -> None:
-    os.fsync = lambda descriptor: os.fstat(descriptor) and None  # as before, an error for what is not open
+    os.fsync = _flushed
     provenance.environment = functools.cache(provenance.environment)
     _keep_docstrings()
     _keep_parsers()
+
+
+def _flushed(fd: Any) -> None:
+    os.fstat(fd)  # raises for what is not open, as a flush would
 
 
 def _keep_docstrings() -> None:
@@ -29,33 +34,25 @@ def _keep_docstrings() -> None:
     kept = {id(inspect.getclosurevars(f).nonlocals["local_cache"]) for f in cached}
 
     def clear_cache() -> None:
-        for each in tyro._unsafe_cache._cache_list:
+        for each in _unsafe_cache._cache_list:
             if id(each) not in kept:
                 each.clear()
 
-    tyro._unsafe_cache.clear_cache = clear_cache
+    setattr(_unsafe_cache, "clear_cache", clear_cache)  # noqa: B010
 
 
 def _keep_parsers() -> None:
     """Keep the parser of each class of options with each default."""
-    make, made = ParserSpecification.from_callable_or_type, {}
+    make = ParserSpecification.from_callable_or_type
+    made: dict[Any, ParserSpecification] = {}
 
-    def from_callable_or_type(f, *, description, default_instance, intern_prefix, parent_classes, **given):
-        def anew() -> ParserSpecification:
-            return make(
-                f,
-                description=description,
-                default_instance=default_instance,
-                intern_prefix=intern_prefix,
-                parent_classes=parent_classes,
-                **given,
-            )
-
-        if intern_prefix or parent_classes or given["subcommand_prefix"]:
-            return anew()  # a part of a parser
-        key = f, description, type(default_instance), repr(default_instance)
+    def from_callable_or_type(f: Any, **given: Any) -> ParserSpecification:
+        if given["intern_prefix"] or given["parent_classes"] or given["subcommand_prefix"]:
+            return make(f, **given)  # a part of a parser
+        default = given["default_instance"]
+        key = f, given["description"], type(default), repr(default)
         if key not in made:
-            made[key] = anew()
+            made[key] = make(f, **given)
         return made[key]
 
-    ParserSpecification.from_callable_or_type = staticmethod(from_callable_or_type)
+    setattr(ParserSpecification, "from_callable_or_type", staticmethod(from_callable_or_type))  # noqa: B010
