@@ -27,11 +27,8 @@ def ptxas_says(file, defines, architecture):
         )
     )
     checked(binding.nvrtcCompileProgram(program, len(options), [each.encode() for each in options]))
-    log, cubin = (
-        b" " * checked(size(program)) for size in (binding.nvrtcGetProgramLogSize, binding.nvrtcGetCUBINSize)
-    )
-    checked(binding.nvrtcGetProgramLog(program, log))
-    checked(binding.nvrtcGetCUBIN(program, cubin))
+    log = nvrtc.output(program, binding.nvrtcGetProgramLogSize, binding.nvrtcGetProgramLog)
+    cubin = nvrtc.output(program, binding.nvrtcGetCUBINSize, binding.nvrtcGetCUBIN)
     found = {}
     for part in log.decode().split("Compiling entry function ")[1:]:
         numbers = [

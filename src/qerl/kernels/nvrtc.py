@@ -19,7 +19,7 @@ import hashlib
 import importlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -286,12 +286,17 @@ def compile_cubin(file: str, defines: Mapping[str, int], architecture: str) -> b
     )
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(result) != 0:
-        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
-        checked(nvrtc.nvrtcGetProgramLog(program, log))
+        log = output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
         raise RuntimeError(f"NVRTC cannot compile {file}: {result}\n{log.decode()}")
-    cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
-    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-    return cubin
+    return output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+
+
+def output(program: Any, size: Callable[[Any], Any], get: Callable[[Any, bytes], Any]) -> bytes:
+    """Return what NVRTC writes. It writes into bytes, here of two or more: Python has one object for every
+    b" ", which would be another byte in the whole process from then on."""
+    text = bytes(checked(size(program)) + 1)
+    checked(get(program, text))
+    return text[:-1]
 
 
 def cache_key(file: str, defines: Mapping[str, int], architecture: str, versions: tuple) -> str:
