@@ -182,6 +182,11 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
     kernels = [
         *norms,
         *(KernelVariant("rotary.cu", "rotate", (("HEAD", h), ("THREADS", 128)), 128, 0) for h in (64, 128)),
+        *(
+            KernelVariant("head_norm.cu", name, (("HEAD", 128), ("NORM", norm), ("THREADS", n)), n, 0)
+            for name in ("head_norm", "head_norm_backward")
+            for norm, n in ((0, 96), (0, 128), (1, 96), (1, 160))
+        ),
         *(KernelVariant("swiglu.cu", name, (), 256, 0) for name in swiglus),
         *(KernelVariant("stack_unpack.cu", "stack_unpack", (("BLOCK", b),), 256, 0) for b in (16, 32)),
         KernelVariant("expert_rows.cu", "scale_and_add", (), 256, 0),

@@ -27,10 +27,10 @@ def ptxas_says(file, defines, architecture):
         )
     )
     checked(binding.nvrtcCompileProgram(program, len(options), [each.encode() for each in options]))
-    log = nvrtc.output(program, binding.nvrtcGetProgramLogSize, binding.nvrtcGetProgramLog)
-    cubin = nvrtc.output(program, binding.nvrtcGetCUBINSize, binding.nvrtcGetCUBIN)
+    cubin = bytes(checked(binding.nvrtcGetCUBINSize(program)))
+    checked(binding.nvrtcGetCUBIN(program, cubin))
     found = {}
-    for part in log.decode().split("Compiling entry function ")[1:]:
+    for part in nvrtc.program_log(program).split("Compiling entry function ")[1:]:
         numbers = [
             re.search(rf"(\d+) {what}", part) for what in ("registers", "bytes stack frame", "bytes smem")
         ]

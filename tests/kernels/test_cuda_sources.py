@@ -35,6 +35,7 @@ CONFIGURATIONS = (
     ("grouped_hopper.cu", GROUPED_HOPPER),
     ("expert_rows.cu", {}),
     ("head_finish.cu", {"STEP": 1}),
+    *(("head_norm.cu", {"HEAD": 128, "THREADS": 96, "NORM": norm}) for norm in (0, 1)),
     *(("head_portable.cu", HEAD | {"FORMAT": format, "OUTPUT": 0}) for format in (0, 1)),
     *(("head_sample.cu", {**choose_tile(8, kind, 1024).defines, "OUTPUT": 0}) for kind in range(3)),
     ("logprob.cu", {"THREADS": 1024}),

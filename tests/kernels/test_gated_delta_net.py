@@ -5,16 +5,9 @@ from conftest import rms_error
 from qerl.kernels import gated_delta, short_conv
 from qerl.kernels import gated_delta_net as op
 from qerl.kernels.gated_delta import SequenceLayout
-from qerl.kernels.untried import VARIABLE
 from qerl.types import Tree
 
 SHAPE = op.DeltaShape(num_key_heads=2, num_value_heads=4, key_size=8, value_size=16, num_taps=4)
-
-
-@pytest.fixture(autouse=True)
-def own_operations(monkeypatch):
-    """Bounds of fp32 are those of PyTorch's operations, not of fla-core's kernels."""
-    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 def _inputs(T, device, rng, dtype=torch.float32):

@@ -171,6 +171,37 @@ def test_sorted_rows_come_back_to_their_tokens(T, E, k, rng):
     torch.testing.assert_close(routing.combine(y_SD, weights_TK, rows), want_TD)
 
 
+@pytest.mark.parametrize("is_read", (True, False))
+def test_a_sum_in_place_has_the_bits_and_gradients_of_a_sum_that_is_added(is_read, rng):
+    T, E, k = routing.CASES[1]
+    logits_TE = torch.randn(T, E, generator=rng)
+    rows = routing.sort_rows(routing.choose(logits_TE, k), E)
+    inputs = [
+        torch.randn(*shape, generator=rng, requires_grad=True) for shape in ((T * k, 6), (T, k), (T, 6))
+    ]
+    seen = torch.randn(T, 6, generator=rng)
+    with torch.enable_grad():
+        y_SD, weights_TK, h_TD = inputs
+        want = h_TD + routing.combine(y_SD, weights_TK, rows)
+        given = h_TD.clone()
+        got = routing.combine(y_SD, weights_TK, rows, onto_TD=given, is_read=is_read)
+    assert got is given and torch.equal(got, want if is_read else h_TD)
+    ours, theirs = (torch.autograd.grad(y, inputs, seen) for y in (got, want))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("T", "E", "D"), ((1, 4, 64), (70, 128, 256)))
+def test_a_routers_logits_are_fp32_and_its_gradient_loses_what_bf16_does(T, E, D, device, rng):
+    x_TD, router_ED = (torch.randn(n, D, generator=rng).bfloat16().to(device) for n in (T, E))
+    seen = torch.randn(T, E, generator=rng).to(device)
+    with torch.enable_grad():
+        logits_TE = routing.logits_of(x_TD.requires_grad_(), router_ED)
+    (dx_TD,) = torch.autograd.grad(logits_TE, x_TD, seen)
+    assert logits_TE.dtype == torch.float32 and dx_TD.dtype == torch.bfloat16
+    assert rms_error(logits_TE, x_TD.detach().double() @ router_ED.double().T) < 2e-5
+    assert rms_error(dx_TD, seen.double() @ router_ED.double()) < 2.0**-8
+
+
 def test_layers_are_sorted_as_each_alone(rng):
     ids_LTK = torch.rand(3, 11, 6, generator=rng).topk(2).indices.sort(-1).values
     for ids_TK, rows in zip(ids_LTK, routing.sort_layers(ids_LTK.flatten(1), 2, 6), strict=True):
@@ -328,6 +359,10 @@ def test_on_a_gpu_sums_over_a_tokens_rows_and_their_gradients_are_the_references
     wanted = gradients_of(lambda: work(x_TD.double(), torch.float64), (x_TD, logits_TE), 1)
     for mine, other, most in zip(found, wanted, (1e-6, 4e-3, 1e-5), strict=True):
         assert rms_error(mine, other) < most
+    y_SD, weights_TK = routing.spread(x_TD.detach(), rows, k), torch.rand(T, k, device="cuda")
+    h_TD = torch.randn(T, D, generator=rng, device="cuda")
+    want_TD = h_TD + routing.combine(y_SD, weights_TK, rows)
+    assert torch.equal(routing.combine(y_SD, weights_TK, rows, onto_TD=h_TD), want_TD)
 
 
 @pytest.mark.gpu

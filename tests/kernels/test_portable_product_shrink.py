@@ -203,3 +203,37 @@ def test_replays_of_a_chain_are_bitwise_equal(M, kernels_of, rng):
         graph.replay()
         assert torch.equal(recorded, step(torch.cuda.synchronize))
     assert is_clean(kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [3, 96, 130, 256])
+def test_beside_the_launch_of_u_it_gives_the_same_bits(M, kernels_of, rng):
+    """Norm, u and product, layer upon layer in a graph whose input changes: nothing is read too early."""
+    N, K, R = 3584, 3584, 32
+    codes, scales, h, alpha, a, b = case(M, N, K, R, rng)
+    operands, kernels = (op.pack(codes, scales), op.row_factors(alpha, N)), kernels_of()
+    shrink, weight, h_in = PortableLoraShrink(h.device), torch.ones(K, device=h.device), h.float()
+
+    def layers(is_u_last):
+        y = h_in.clone()
+        for _ in range(12):
+            x, u = shrink.norm_shrink(y, weight, None, 1e-6, a, 0.5)
+            adapter = PackedAdapter(a, b, 0.5, (), u, is_u_last)
+            y = kernels.linear(x, *operands, adapter=adapter, residual_MN=y)
+        return y
+
+    found = {}
+    for is_u_last in (False, True):
+        layers(is_u_last)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layers(is_u_last)
+        for i in range(10):
+            h_in.copy_(h.float().roll(i, 1) * (1 + i))
+            graph.replay()
+            found[is_u_last, i] = y.clone()
+    assert all(
+        found[True, i].isfinite().all() and torch.equal(found[True, i], found[False, i]) for i in range(10)
+    )
+    assert not torch.equal(found[True, 0], found[True, 1])

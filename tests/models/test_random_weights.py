@@ -1,6 +1,7 @@
 """Random decoders have the shape, the formats and the scale of real ones."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ def test_packed_weights_have_the_standard_deviation_of_a_fresh_layer(k, make):
     weight = make(512, k, torch.Generator().manual_seed(0))
     assert weight.scales.float().isfinite().all()
     assert weight.decode().std().item() * k**0.5 == pytest.approx(1, abs=0.01)
+
+
+def test_queries_make_up_for_what_yarn_multiplies():
+    yarn = dataclasses.replace(TINY.rope, kind="yarn", factor=32.0)
+    plain, turned = (
+        made("bf16", architecture=dataclasses.replace(TINY, rope=rope)).layers[0].self_attn
+        for rope in (TINY.rope, yarn)
+    )
+    m = 0.1 * math.log(32) + 1
+    q, q_turned = plain.q_proj.weight.weight.double(), turned.q_proj.weight.weight.double()
+    assert torch.allclose(q_turned * m**2, q, rtol=2.0**-8, atol=0)
+    assert torch.equal(plain.k_proj.weight.weight, turned.k_proj.weight.weight)
 
 
 def test_an_untied_head_is_another_table_and_a_tied_one_the_same():

@@ -96,7 +96,8 @@ def test_a_run_plans_the_kernels_of_each_graph_then_those_of_prefill_and_update(
     assert steps <= set(planned) and set(planned[-len(passes) :]) == set(passes)
     learner = set(matrix.learner_variants(card))
     assert {each.name for each in passes} == {
-        *("rms_norm", "rms_norm_backward", "rotate", "swiglu_wide", "swiglu_wide_backward"),
+        *("rms_norm", "rms_norm_backward", "head_norm", "head_norm_backward"),
+        *("swiglu_wide", "swiglu_wide_backward"),
         *("logprob", "tile_unpack", "place_adapters", "copy_rows"),
     }
     odd = {each.name for each in set(passes) - learner}

@@ -66,11 +66,11 @@ class LinearGroup:
             if self.b is not None and b is not None:
                 self.b.copy_(b)
 
-    def adapter(self, u_BR: Tensor | None) -> PackedAdapter | None:
+    def adapter(self, u_BR: Tensor | None, is_u_last: bool = False) -> PackedAdapter | None:
         if self.a is None or self.b is None:
             return None
         starts = () if self._is_interleaved else tuple(self.ends[:-1])
-        return PackedAdapter(self.a, self.b, self.scaling, starts, u_BR)
+        return PackedAdapter(self.a, self.b, self.scaling, starts, u_BR, is_u_last)
 
     @property
     def room(self) -> int:
@@ -162,7 +162,11 @@ class PackedLinears:
             else PortableProduct(device, layout=layout)
             for layout in layouts
         }
-        self._rows_at_once = rows_at_once
+        self._rows_at_once, self._is_portable = rows_at_once, is_portable
+
+    def _adapter(self, group: LinearGroup, u_BR: Tensor | None, x_BK: Tensor) -> PackedAdapter | None:
+        """One product follows on u's launch, and by portable kernels it may start beside it."""
+        return group.adapter(u_BR, self._is_portable and len(x_BK) <= self._rows_at_once)
 
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
         assert group.tiles is not None
@@ -178,7 +182,12 @@ class PackedLinears:
         kernel, tiles, factors_N = self._kernels[group.tiles.layout], group.tiles.tiles, group.tiles.factors_N
         return self._by_slices(
             lambda x, u, residual: kernel.linear(
-                x, tiles, factors_N, adapter=group.adapter(u), bias_N=group.bias_N, residual_MN=residual
+                x,
+                tiles,
+                factors_N,
+                adapter=self._adapter(group, u, x_BK),
+                bias_N=group.bias_N,
+                residual_MN=residual,
             ),
             *(x_BK, u_BR, residual_BN),
         )
@@ -191,7 +200,8 @@ class PackedLinears:
         operands = group.tiles.tiles, group.tiles.factors_N
         last = {"bias_N": group.bias_N, "activation": activation}
         return self._by_slices(
-            lambda x, u: kernel.swiglu(x, *operands, adapter=group.adapter(u), **last), x_BK, u_BR
+            lambda x, u: kernel.swiglu(x, *operands, adapter=self._adapter(group, u, x_BK), **last),
+            *(x_BK, u_BR),
         )
 
     def _by_slices(self, product: Callable[..., Tensor], x_BK: Tensor, *others: Tensor | None) -> Tensor:

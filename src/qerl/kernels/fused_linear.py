@@ -161,19 +161,21 @@ class _FusedSwiGLU(torch.autograd.Function):
 def _gradients(
     dy_TN: Tensor, x_TC: Tensor, operand: Operand, parts: Sequence[LinearPart], wants_dx: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return dx and the gradient of each master."""
-    rank, rows, column, gradients = sum(map(_rank, parts)), 0, 0, []
+    """Return dx and the gradient of each master: of all a in one product, of each b in its own."""
+    rank, row, column, db = sum(map(_rank, parts)), 0, 0, []
     x_TK, u_TR = x_TC.tensor_split([x_TC.shape[1] - rank], dim=1)
     du_TR, none = row_kernel.unread(dy_TN.new_empty(len(dy_TN), rank)), dy_TN.new_empty(1)
     for part in parts:
         if (adapter := part.adapter) is not None:
-            dy_part, own = dy_TN[:, rows : rows + part.width], slice(column, column + _rank(part))
+            dy_part, own = dy_TN[:, row : row + part.width], slice(column, column + _rank(part))
             du = du_TR[:, own]
             torch.addmm(none, dy_part, adapter.b_work_NR, beta=0, alpha=adapter.scaling, out=du)
             alpha = part.alpha if isinstance(part.alpha, float) else 1.0
-            gradients += [summed(du, x_TK), summed(dy_part, u_TR[:, own], alpha)]
+            db.append(summed(dy_part, u_TR[:, own], alpha))
             column = own.stop
-        rows += part.width
+        row += part.width
+    da = summed(du_TR, x_TK).split([_rank(part) for part in parts if part.adapter]) if db else ()
+    gradients = [of for both in zip(da, db, strict=True) for of in both]
     return _input_gradient(dy_TN, du_TR, operand, parts) if wants_dx else None, gradients
 
 

@@ -15,26 +15,17 @@ Within a chunk of C tokens with L_i = log_decay_1 + ... + log_decay_i, all updat
 
 The chunks of all sequences are solved together; only the last two lines go from chunk to chunk. fp32 inside.
 On a GPU one launch computes it for bf16 and H = V = 128 (gated_delta_chunks.py); the gradients are those of
-PyTorch's operations. For other sizes, and a step, fla-core's kernels (extra `delta`) compute it if they are
-installed and QERL_UNTRIED=1 is set; not on Hopper with Triton before 3.7.1, which compiles one of them
-wrongly, so that fla-core refuses it. No GPU has run them with a later Triton
-(tests/kernels/test_gated_delta.py). Source: Yang et al. 2024, Gated Delta Networks. Letters: T tokens, K key
-heads, N value heads, H and V their sizes, S sequences, C tokens of a chunk, M chunks.
+PyTorch's operations, and so are the values for other sizes. Source: Yang et al. 2024, Gated Delta Networks.
+Letters: T tokens, K key heads, N value heads, H and V sizes, S sequences, C tokens of a chunk, M chunks.
 """
 
 import dataclasses
-import functools
-import importlib.metadata
-import importlib.util
-import re
-import warnings
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from qerl.kernels import gated_delta_chunks, untried
+from qerl.kernels import gated_delta_chunks
 from qerl.kernels.gpu_memory import sent
 from qerl.kernels.recomputed import recomputed
 
@@ -138,8 +129,6 @@ def gated_delta(
             *(q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, state_SNHV),
         )
         return o_TNV, after_SNHV
-    if v_TNV.is_cuda and uses_fla():
-        return _by_fla("chunk", q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, layout.ends, state_SNHV)
     return _chunked(q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, layout, state_SNHV)
 
 
@@ -148,9 +137,6 @@ def gated_delta_step(
 ) -> tuple[Tensor, Tensor]:
     """Return (o_BNV, fp32 states) after one token of each of B sequences."""
     _check(q_BKH, k_BKH, v_BNV, log_decay_BN, beta_BN, state_BNHV)
-    if v_BNV.is_cuda and uses_fla():
-        ends = torch.arange(len(v_BNV) + 1, device=v_BNV.device)
-        return _by_fla("fused_recurrent", q_BKH, k_BKH, v_BNV, log_decay_BN, beta_BN, ends, state_BNHV)
     group = v_BNV.shape[1] // k_BKH.shape[1]
     q_BNH, k_BNH = (_unit(x.float()).repeat_interleave(group, 1) for x in (q_BKH, k_BKH))
     state_BNHV = state_BNHV * log_decay_BN.float().exp()[..., None, None]
@@ -159,24 +145,6 @@ def gated_delta_step(
     state_BNHV = torch.addcmul(state_BNHV, k_BNH[..., None], missing_BNV[:, :, None])
     o_BNV = (state_BNHV * q_BNH[..., None]).sum(2) * q_BNH.shape[2] ** -0.5
     return o_BNV.to(v_BNV.dtype), state_BNHV
-
-
-@functools.cache
-def has_fla() -> bool:
-    """Return True if fla-core is installed."""
-    return importlib.util.find_spec("fla") is not None
-
-
-def uses_fla() -> bool:
-    """Return True if fla-core's kernels are asked for on a GPU."""
-    return has_fla() and untried.are_used() and not is_miscompiled()
-
-
-@functools.cache
-def is_miscompiled() -> bool:
-    """Return True if fla-core refuses its backward pass: on Hopper, with Triton 3.4.0 to 3.7.0."""
-    version = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("triton"))[:3]))
-    return torch.cuda.get_device_capability()[0] == 9 and (3, 4, 0) <= version < (3, 7, 1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> None:
@@ -189,28 +157,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, sta
 def _unit(x: Tensor) -> Tensor:
     """Divide vectors by their lengths."""
     return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
-
-
-@functools.cache
-def _fla_kernels() -> ModuleType:
-    with warnings.catch_warnings():  # a missing flash-attn and old torch.jit in parts not used here
-        warnings.simplefilter("ignore")
-        from fla.ops import gated_delta_rule  # type: ignore[import-not-found]
-    return gated_delta_rule
-
-
-def _by_fla(name: str, q, k, v, log_decay, beta, ends: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Call a kernel of fla-core: one packed row of sequences that end at `ends`."""
-    o, state = getattr(_fla_kernels(), f"{name}_gated_delta_rule")(
-        *(x.contiguous()[None] for x in (q, k, v)),
-        g=log_decay.float().contiguous()[None],
-        beta=beta.contiguous()[None],
-        initial_state=state.contiguous(),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=ends,
-    )
-    return o[0].to(v.dtype), state
 
 
 def _chunked(q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, layout: SequenceLayout, state_SNHV):

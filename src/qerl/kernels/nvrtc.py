@@ -19,7 +19,7 @@ import hashlib
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -286,17 +286,19 @@ def compile_cubin(file: str, defines: Mapping[str, int], architecture: str) -> b
     )
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(result) != 0:
-        log = output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
-        raise RuntimeError(f"NVRTC cannot compile {file}: {result}\n{log.decode()}")
-    return output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        raise RuntimeError(f"NVRTC cannot compile {file}: {result}\n{program_log(program)}")
+    cubin = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
+    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    return cubin
 
 
-def output(program: Any, size: Callable[[Any], Any], get: Callable[[Any, bytes], Any]) -> bytes:
-    """Return what NVRTC writes. It writes into bytes, here of two or more: Python has one object for every
-    b" ", which would be another byte in the whole process from then on."""
-    text = bytes(checked(size(program)) + 1)
-    checked(get(program, text))
-    return text[:-1]
+def program_log(program: Any) -> str:
+    """Return what NVRTC says of a program. The buffer has a byte more than an empty log's one, since NVRTC
+    writes into it and Python shares every bytes object of one byte."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)) + 1)
+    checked(nvrtc.nvrtcGetProgramLog(program, log))
+    return log.rstrip(b"\0").decode()
 
 
 def cache_key(file: str, defines: Mapping[str, int], architecture: str, versions: tuple) -> str:

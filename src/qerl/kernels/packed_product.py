@@ -47,6 +47,8 @@ class PackedAdapter:
 
     One adapter: starts=(), G = 1. q|k|v: starts=(q rows, q and k rows), multiples of 16, G = 3. `swiglu`:
     starts=(), G = 2 (gate, up), b in the packed row order. u: bfloat16 [M, G R], if computed before.
+    is_u_last: u comes from `PortableLoraShrink.shrink`, the last launch, and a portable product of the same x
+    may run beside it.
     """
 
     a: Tensor
@@ -54,6 +56,7 @@ class PackedAdapter:
     scaling: float
     starts: tuple[int, ...] = ()
     u: Tensor | None = None
+    is_u_last: bool = False
 
 
 class PackedProduct(abc.ABC, Generic[T]):

@@ -16,7 +16,7 @@ from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, MOST_TOKENS, TILE_ROWS
 from qerl.kernels.nvrtc import KernelVariant, compiled
 from qerl.kernels.packed_product import PackedProduct
-from qerl.kernels.portable_shrink import MAKES_U, MOST_ROWS, PortableShrink
+from qerl.kernels.portable_shrink import AFTER_SHRINK, MAKES_U, MOST_ROWS, PortableShrink
 from qerl.kernels.portable_table import choices_of, choose_portable_tile
 from qerl.kernels.portable_tile import FILE, MOST_SUMS_PER_SM, NAME, PortableTile, rule
 from qerl.kernels.tile_layout import TileLayout
@@ -53,16 +53,18 @@ class PortableProduct(PackedProduct[PortableTile]):
     def _start(self, tile, grid, rank, swiglu, x_MK, tiles, adapter, epilogue) -> None:
         assert tile.layout is self._layout
         (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
-        makes_u = adapter is not None and adapter.u is None
+        by_adapter = {}
+        if adapter is not None:
+            by_adapter = MAKES_U if adapter.u is None else AFTER_SHRINK if adapter.is_u_last else {}
         low_rank = self._shrink.low_rank(adapter, tile.padded(m))
-        self._kernel(tile, rank, swiglu, makes_u).launch(
+        self._kernel(tile, rank, swiglu, tuple(by_adapter.items())).launch(
             grid=grid,
             block_threads=tile.threads,
             parameters=(tiles, x_MK, epilogue, low_rank, self.workspace, m, n, k),
         )
 
-    def _compile(self, tile: PortableTile, rank: int, swiglu: int, makes_u: bool):
-        defines = tile.defines(rank, swiglu) | (MAKES_U if makes_u else {})
+    def _compile(self, tile: PortableTile, rank: int, swiglu: int, by_adapter: tuple[tuple[str, int], ...]):
+        defines = tile.defines(rank, swiglu) | dict(by_adapter)
         return compiled(
             FILE,
             NAME,
@@ -80,6 +82,6 @@ def variants(card: CudaArchitecture) -> list[KernelVariant]:
         for most in MOST_TOKENS
         for N, K in CASES
         for rank, swiglu in ((32, 0), (32, 1), *(((0, 0),) if most == MAX_TOKENS else ()))
-        for extra in ({}, MAKES_U)[: 1 + (rank > 0)]
+        for extra in (({}, AFTER_SHRINK, MAKES_U) if rank else ({},))
     }
     return list(each)

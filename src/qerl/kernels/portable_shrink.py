@@ -18,6 +18,8 @@ _PARTIAL_WORDS = 2**20  # 231 slices of 64 tokens at rank 64 (72B, down)
 _U_WORDS = 2**15  # 256 tokens at rank 64 (q|k|v)
 MAKES_U = {"GIVEN_U": 0, "U_WORDS": _U_WORDS, "SLICE_K": _SLICE_K}
 """Constants of a product that makes u."""
+AFTER_SHRINK = {"LATE_WAIT": 1}
+"""Constants of a product whose u the launch before makes, beside it."""
 
 
 class PortableShrink:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import row_kernel
+from qerl.kernels.matmul_fp32 import product
 
 CASES = ((1, 4, 2), (7, 8, 3), (64, 32, 4))  # T, E, k
 
@@ -67,9 +68,35 @@ def spread(x_TD: Tensor, rows: SortedRows, num_chosen: int) -> Tensor:
     return _Spread.apply(x_TD, rows.tokens_S, rows.inverse_S, num_chosen)
 
 
-def combine(y_SD: Tensor, weights_TK: Tensor, rows: SortedRows) -> Tensor:
-    """Return the weighted sum over each token's experts, fp32 [T, D]."""
-    return _Combine.apply(y_SD, weights_TK, rows.inverse_S)
+def combine(
+    y_SD: Tensor,
+    weights_TK: Tensor,
+    rows: SortedRows,
+    *,
+    onto_TD: Tensor | None = None,
+    is_read: bool = True,
+) -> Tensor:
+    """Return the weighted sum over each token's experts, fp32 [T, D]; with onto, added to it in place.
+    is_read: False if only gradients are needed: onto then stays as it is."""
+    return _Combine.apply(y_SD, weights_TK, rows.inverse_S, onto_TD, is_read)
+
+
+def logits_of(x_TD: Tensor, router_ED: Tensor) -> Tensor:
+    """Return x @ router^T in fp32, of operands in bfloat16, whose products fp32 holds exactly; its gradient
+    in x is a product of operands in bfloat16 too."""
+    return _Logits.apply(x_TD, router_ED)
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, router_ED):
+        ctx.save_for_backward(router_ED)
+        return product(x_TD, router_ED.T)
+
+    @staticmethod
+    def backward(ctx, dlogits_TE):  # type: ignore[override]
+        (router_ED,) = ctx.saved_tensors
+        return dlogits_TE.to(router_ED.dtype) @ router_ED, None
 
 
 class _Spread(torch.autograd.Function):
@@ -87,22 +114,27 @@ class _Spread(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_SD, weights_TK, inverse_S):
+    def forward(ctx, y_SD, weights_TK, inverse_S, onto_TD, is_read):
         ctx.save_for_backward(y_SD, weights_TK, inverse_S)
-        return _sums(y_SD, weights_TK, inverse_S, weights_TK.shape[1], torch.float32)
+        if onto_TD is not None:
+            ctx.mark_dirty(onto_TD)
+        if is_read or onto_TD is None:
+            return _sums(y_SD, weights_TK, inverse_S, weights_TK.shape[1], torch.float32, onto_TD)
+        return onto_TD
 
     @staticmethod
     def backward(ctx, d_TD):  # type: ignore[override]
         (y_SD, weights_TK, inverse_S), d_TD = ctx.saved_tensors, d_TD.contiguous()
         dy_SD, dweights_TK = torch.empty_like(y_SD), torch.empty_like(weights_TK)
+        given_TD = d_TD if ctx.needs_input_grad[3] else None
         if row_kernel.are_vectors(y_SD) and len(y_SD):
             parameters = y_SD, weights_TK, inverse_S, d_TD, dy_SD, dweights_TK, *_sizes(y_SD, weights_TK)
             kernel = row_kernel.kernel("routing.cu", "gather_backward", y_SD.device)
             kernel.launch(grid=len(y_SD), block_threads=256, parameters=parameters)
-            return dy_SD, dweights_TK, None
+            return dy_SD, dweights_TK, None, given_TD, None
         y_TKD = y_SD[inverse_S].view(*weights_TK.shape, -1)
         dy_SD[inverse_S] = (d_TD[:, None] * weights_TK[..., None]).to(dy_SD.dtype).flatten(0, 1)
-        return dy_SD, (y_TKD.float() * d_TD[:, None]).sum(2), None
+        return dy_SD, (y_TKD.float() * d_TD[:, None]).sum(2), None, given_TD, None
 
 
 def _sizes(y_SD: Tensor, weights_TK: Tensor) -> tuple[int, int]:
@@ -110,20 +142,30 @@ def _sizes(y_SD: Tensor, weights_TK: Tensor) -> tuple[int, int]:
 
 
 def _sums(
-    y_SD: Tensor, weights_TK: Tensor | None, inverse_S: Tensor, num_chosen: int, dtype: torch.dtype
+    y_SD: Tensor,
+    weights_TK: Tensor | None,
+    inverse_S: Tensor,
+    num_chosen: int,
+    dtype: torch.dtype,
+    onto_TD: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum over each token's rows, times their weights, in fp32; rounded to dtype."""
+    """Return the sum over each token's rows, times their weights, in fp32; rounded to dtype, or added to
+    onto."""
     S, D = y_SD.shape
     if row_kernel.are_vectors(y_SD) and y_SD.is_contiguous() and S:
-        out_TD = torch.empty(S // num_chosen, D, dtype=dtype, device=y_SD.device)
+        assert onto_TD is None or (onto_TD.dtype == dtype == torch.float32 and onto_TD.is_contiguous())
+        out_TD, adds = onto_TD, int(onto_TD is not None)
+        if out_TD is None:
+            out_TD = torch.empty(S // num_chosen, D, dtype=dtype, device=y_SD.device)
         name, blocks = f"gather_{'fp32' if dtype == torch.float32 else 'bf16'}", -(-D // 2048)
-        parameters = y_SD, weights_TK, inverse_S, out_TD, num_chosen, D, blocks
+        parameters = y_SD, weights_TK, inverse_S, out_TD, num_chosen, D, blocks, adds
         row_kernel.kernel("routing.cu", name, y_SD.device).launch(
             grid=len(out_TD) * blocks, block_threads=256, parameters=parameters
         )
         return out_TD
     y_TKD = y_SD[inverse_S].view(-1, num_chosen, D).float()
-    return (y_TKD if weights_TK is None else y_TKD * weights_TK[..., None]).sum(1).to(dtype)
+    sum_TD = (y_TKD if weights_TK is None else y_TKD * weights_TK[..., None]).sum(1).to(dtype)
+    return sum_TD if onto_TD is None else onto_TD.add_(sum_TD)
 
 
 def reference(logits_TE: Tensor, num_chosen: int, over: Literal["all", "chosen"]) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,7 @@ class _CheckpointedLayer(torch.autograd.Function):
         linears = [module for module in call.layer.modules() if isinstance(module, QuantLinear)]
         is_chunked = num_chunks(call.layer, len(h_TD)) > 1
         held = holding(mlp_linears(call.layer) if is_chunked else [])
-        with held, torch.enable_grad(), repeating(linears, unread=call.layer.unread_linear):
+        with held, torch.enable_grad(), repeating(linears, unread=call.layer.unread):
             find = _gradients_by_chunks if is_chunked else _gradients
             dh_TD, *found = find(call, h_TD, masters, dy_TD)
         gradients = iter(found)

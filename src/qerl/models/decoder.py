@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.attention_options import AttentionOptions
+from qerl.kernels.head_norm import HeadNorms, turned_heads
 from qerl.kernels.rms_norm import rms_norm
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.architecture import Architecture, LayerKind
@@ -38,7 +39,7 @@ from qerl.models.mixture import ExpertLinear, MixtureMLP, Route, RowsByLayer
 from qerl.models.mlp import MLP, linears_of
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, room, tile_linears
-from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
+from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_both
 from qerl.models.tiled_experts import ExpertRows, rows_of_gate_up, tile_experts
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
@@ -119,10 +120,30 @@ class Attention(nn.Module):
             q_TN, gate_TN = (
                 part.flatten(1) for part in q_TN.unflatten(1, (-1, 2 * self.head_size)).chunk(2, 2)
             )
-        q_TNH, k_TKH = self._rotated(self._normed(q_TN, self.q_norm), self._normed(k_TK, self.k_norm), angles)
-        v_TKH = self._values(v_TK[0] if v_TK else k_TK)
+        turn = None if self.rope == "none" else angles[self.rope]
+        if v_TK and turn is not None and self._turns_plain_heads(turn):
+            norms = self._head_norms
+            q_TNH, k_TKH, v_TKH = turned_heads(q_TN, k_TK, v_TK[0], norms, turn.cosine_T1H, turn.sine_T1H)
+        else:
+            q_TNH, k_TKH = self._normed(q_TN, self.q_norm), self._normed(k_TK, self.k_norm)
+            if turn is not None:
+                q_TNH, k_TKH = rotate_both(q_TNH, k_TKH, turn, is_interleaved=self._is_interleaved)
+            v_TKH = self._values(v_TK[0] if v_TK else k_TK)
         o_TNH = attend(layer_index, q_TNH, k_TKH, v_TKH, self.options)
         return o_TNH.flatten(1) if gate_TN is None else o_TNH.flatten(1) * gate_TN.sigmoid()
+
+    def _turns_plain_heads(self, turn: Angles) -> bool:
+        """True if heads are rotated whole, and normed each by itself or not at all."""
+        is_normed_so = self._norms_heads or isinstance(self.q_norm, nn.Identity)
+        is_plain = self._value_norm is None and not self._is_interleaved and turn.query_scale_T11 is None
+        return is_plain and is_normed_so and turn.cosine_T1H.shape[-1] == self.head_size
+
+    @property
+    def _head_norms(self) -> HeadNorms | None:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if not (isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)):
+            return None
+        return HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
     def _values(self, v_TK: Tensor) -> Tensor:
         """Return heads [T, K, H]."""
@@ -137,16 +158,6 @@ class Attention(nn.Module):
         if self._norms_heads:
             return norm(y_TN.unflatten(1, (-1, self.head_size)))
         return norm(y_TN).unflatten(1, (-1, self.head_size))
-
-    def _rotated(
-        self, q_TNH: Tensor, k_TKH: Tensor, angles_by_rope: dict[str, Angles]
-    ) -> tuple[Tensor, Tensor]:
-        if self.rope == "none":
-            return q_TNH, k_TKH
-        angles = angles_by_rope[self.rope]
-        q_TNH, k_TKH = (rotate_heads(x, angles, is_interleaved=self._is_interleaved) for x in (q_TNH, k_TKH))
-        scale_T11 = angles.query_scale_T11
-        return q_TNH if scale_T11 is None else q_TNH * scale_T11.to(q_TNH.dtype), k_TKH
 
     @property
     def qkv_projs(self) -> tuple[QuantLinear, ...]:
@@ -198,8 +209,11 @@ class Layer(nn.Module):
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
             router_x_TD = x_TD if plain_TD is None else plain_TD
-            y_TD = mlp(x_TD, router_x_TD, layer_index, route, expert_rows, rows_by_layer)
-            h_TD = self._add_normed(h_TD, y_TD, norms.after_mlp, noise_rows_T)
+            given = x_TD, router_x_TD, layer_index, route, expert_rows, rows_by_layer
+            if self._adds_mlp_unchanged:
+                h_TD = mlp(*given, onto_TD=h_TD)
+            else:
+                h_TD = self._add_normed(h_TD, mlp(*given), norms.after_mlp, noise_rows_T)
         else:
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
             y_TF = mlp(x_TD)
@@ -244,11 +258,15 @@ class Layer(nn.Module):
         return self.self_attn if self.spec.kind.mixer == "attention" else self.linear_attn
 
     @property
-    def unread_linear(self) -> QuantLinear | None:
-        """The last linear, whose result no backward pass reads; None if a norm or a sum of experts does."""
-        if isinstance(self.mlp, MLP) and self.norms.after_mlp is None:
-            return self.mlp.down_proj
-        return None
+    def _adds_mlp_unchanged(self) -> bool:
+        return self.norms.after_mlp is None and self._residual_scale == 1
+
+    @property
+    def unread(self) -> QuantLinear | MixtureMLP | None:
+        """The last linear or the experts, if no backward pass reads their result; None if a norm does."""
+        if isinstance(self.mlp, MLP):
+            return self.mlp.down_proj if self.norms.after_mlp is None else None
+        return self.mlp if self._adds_mlp_unchanged else None
 
     @property
     def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:

@@ -49,6 +49,11 @@ class OperandGroup(Protocol):
         ...
 
 
+class Readable(Protocol):
+    is_read: bool
+    """False if only gradients are needed, not the result."""
+
+
 class QuantLinear(nn.Module):
     def __init__(
         self, in_width: int, out_width: int, *, has_bias: bool, compute: torch.dtype, device: torch.device
@@ -191,9 +196,9 @@ class QuantLinear(nn.Module):
 
 
 @contextlib.contextmanager
-def repeating(linears: Iterable[QuantLinear], unread: QuantLinear | None) -> Iterator[None]:
+def repeating(linears: Iterable[QuantLinear], unread: Readable | None) -> Iterator[None]:
     """Keep each unpacked operand for one more product: a forward pass is repeated, then its backward pass
-    follows. The result of `unread`, the last linear, is skipped, if nothing reads it."""
+    follows. The result of `unread`, the last linear or experts, is skipped, if nothing reads it."""
     try:
         if unread is not None:
             unread.is_read = False

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qerl.formats import BF16
 from qerl.formats.stack import WeightStack
 from qerl.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_pairs
 from qerl.kernels.expert_product import RowEnds
 from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
-from qerl.kernels.routing import SortedRows, choose, combine, sort_rows, spread, weigh
+from qerl.kernels.routing import SortedRows, choose, combine, logits_of, sort_rows, spread, weigh
 from qerl.kernels.swiglu import swiglu, swiglu_halves
 from qerl.models.architecture import Architecture, Mixture
 from qerl.models.layer_spec import ExpertSpec, LayerSpec
@@ -159,6 +160,8 @@ class MixtureMLP(nn.Module):
         self.experts = Experts(mixture, spec, compute, device)
         self.reads_noise = True
         """False: the router reads the norm without AQN's noise."""
+        self.is_read = True
+        """False if only gradients are needed, not the sum onto onto_TD."""
 
     def forward(
         self,
@@ -168,15 +171,29 @@ class MixtureMLP(nn.Module):
         route: Route | None,
         expert_rows: int | None,
         rows_by_layer: RowsByLayer,
+        onto_TD: Tensor | None = None,
     ) -> Tensor:
         """Return y_TD in fp32; the router reads router_x, the experts x. expert_rows: rows of every product
-        of an expert; None: those that it has. rows_by_layer: of this pass; this layer's are added."""
-        mixture, logits_TE = self.mixture, self.router(router_x_TD.float())
+        of an expert; None: those that it has. rows_by_layer: of this pass; this layer's are added. onto_TD:
+        fp32, takes the sum and is returned."""
+        mixture, logits_TE = self.mixture, self._logits(router_x_TD, expert_rows)
         chosen = self._chosen(logits_TE, layer_index, route, rows_by_layer)
         ids_TK, rows = chosen.ids_TK, chosen.rows
         weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
         x_SD = spread(x_TD, rows, mixture.num_chosen)
-        return combine(self.experts(x_SD, chosen, expert_rows), weights_TK, rows)
+        y_SD = self.experts(x_SD, chosen, expert_rows)
+        return combine(y_SD, weights_TK, rows, onto_TD=onto_TD, is_read=self.is_read)
+
+    def _logits(self, x_TD: Tensor, expert_rows: int | None) -> Tensor:
+        """Return the router's logits in fp32. On a GPU x and weights in bfloat16 are multiplied as they are,
+        unless a row's bits must not depend on the number of rows."""
+        router = self.router
+        is_plain = isinstance(router.weight, BF16) and router.rank == 0 and not router.is_unfused
+        if not (is_plain and expert_rows is None and x_TD.is_cuda and x_TD.dtype == torch.bfloat16):
+            return router(x_TD.float())
+        assert router.weight is not None
+        logits_TE = logits_of(x_TD, router.weight.operand(torch.bfloat16))
+        return logits_TE if router.bias is None else logits_TE + router.bias
 
     def _chosen(
         self, logits_TE: Tensor, layer_index: int, route: Route | None, rows_by_layer: RowsByLayer

@@ -2,6 +2,7 @@
 
     W ~ std 1 / sqrt(K)     E2M1 codes uniform, E4M3 scales from 128 to 448, the rest in the global scale
     embedding, head, bias ~ N(0, 0.02^2),     norms 1,     A_RK uniform in +-1 / sqrt(K),  B_NR ~ N(0, 0.02^2)
+    BF16 W of queries over m^2, if rotations multiply queries and keys by m (YaRN): scores have a std of 1
 
 For measuring speed and memory without a checkpoint: shapes, formats and passes are a real model's, the text
 is noise. There is no copy in full precision, except of a head that is about to be packed, and layers are
@@ -31,6 +32,7 @@ from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import check_head
 from qerl.models.mixture import ExpertLinear
 from qerl.models.norm import RMSNorm
+from qerl.models.rope import magnitude
 from qerl.models.tiled_experts import ExpertRows, stacked
 
 _STD = 0.02
@@ -243,7 +245,7 @@ def random_decoder(
     decoder.lm_head.pack(head)
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
-        _fill_layer(layer, format, rank, is_tiled, rng)
+        _fill_layer(layer, format, rank, is_tiled, magnitude(architecture.rope), rng)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # blocks that held only what was packed, before adapters split them
     for _, experts in decoder.expert_linears():
@@ -288,8 +290,10 @@ _WEIGHTS: dict[str, Callable[[int, int, torch.Generator], PackedWeight]] = {
 }
 
 
-def _fill_layer(layer: Layer, format: str, rank: int | None, is_tiled: bool, rng: torch.Generator) -> None:
-    """Fill all but the norms and the experts' adapters."""
+def _fill_layer(
+    layer: Layer, format: str, rank: int | None, is_tiled: bool, turn: float, rng: torch.Generator
+) -> None:
+    """Fill all but the norms and the experts' adapters. turn: factor of rotated queries and keys."""
     for group, linears in zip(layer.spec.groups, layer.linear_groups, strict=True):
         for linear in linears:
             own_format = format if group.is_quantized else "bf16"
@@ -297,6 +301,8 @@ def _fill_layer(layer: Layer, format: str, rank: int | None, is_tiled: bool, rng
     for experts, rows in zip(layer.experts, layer.expert_rows, strict=True):
         _fill_experts(experts, format, rows if is_tiled else None, rng)
     _fill_mixer(layer.mixer, rng)
+    if isinstance(layer.mixer, Attention) and isinstance(weight := layer.mixer.q_proj.weight, BF16):
+        layer.mixer.q_proj.load_weight(BF16(weight.weight / turn**2))
     if is_tiled:
         layer.tile()
 

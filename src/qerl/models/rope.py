@@ -113,3 +113,12 @@ def rotate_heads(x_TNH: Tensor, angles: Angles, *, is_interleaved: bool) -> Tens
     else:
         turned = rotate(turned, cosine, sine)
     return torch.cat((turned, kept), -1)
+
+
+def rotate_both(
+    q_TNH: Tensor, k_TKH: Tensor, angles: Angles, *, is_interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys rotated, queries times their factor."""
+    q_TNH, k_TKH = (rotate_heads(x, angles, is_interleaved=is_interleaved) for x in (q_TNH, k_TKH))
+    scale_T11 = angles.query_scale_T11
+    return q_TNH if scale_T11 is None else q_TNH * scale_T11.to(q_TNH.dtype), k_TKH

@@ -130,7 +130,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) shrink(const __grid_con
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER, row_tiles = (o.rows + ROWS - 1) / ROWS;
   const int row_tile = tile % row_tiles, m0 = tile / row_tiles * TOKENS, row0 = row_tile * ROWS;
-  launch_dependents();
   // Loads past an end are clamped to valid addresses: past k, x is set to 0; past the tokens or rows, the product is not used.
   const int units = o.K / 32, first = units * rank / CLUSTER, end = units * (rank + 1) / CLUSTER;
   int k[UNITS];
@@ -144,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) shrink(const __grid_con
 #pragma unroll
       for (int j = 0; j < 2; j++) a[i][r][j] = load_constant(o.a + (size_t)min(row0 + r * 16 + j * 8 + g, o.rows - 1) * o.K + k[i]);
   grid_dependency_wait();
+  launch_dependents();  // after the wait: a product that reads u late (portable_product.cu) then knows that x is there
   uint4 x[UNITS][TOKEN_TILES];  // eight k
 #pragma unroll
   for (int i = 0; i < UNITS; i++)

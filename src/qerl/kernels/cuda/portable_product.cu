@@ -8,9 +8,13 @@
 // on timing. It waits for CTAs that started before it, and all CTAs are on the device at once.
 //
 // Compile-time: MT tokens per tile, WR, WM, R16, KB k per stage, STAGES, CTAS per multiprocessor, RANK of the adapter or 0, SWIGLU,
-// FORMAT of the tiles; GIVEN_U: u is an input, else made here (portable_shrink.cuh), with U_WORDS of each of its buffers.
+// FORMAT of the tiles; GIVEN_U: u is an input, else made here (portable_shrink.cuh), with U_WORDS of each of its buffers; LATE_WAIT: u
+// comes from the launch before, which let this one start once all else was there, so that both run beside each other.
 #ifndef GIVEN_U
 #define GIVEN_U 1
+#endif
+#ifndef LATE_WAIT
+#define LATE_WAIT 0
 #endif
 #define EARLY_LOADS 1
 #include "launch.cuh"
@@ -96,7 +100,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
     there = smem0;
   }
   Shrink shrink(l, token_tiles * MT, K);
-  grid_dependency_wait();
+  if (!LATE_WAIT) grid_dependency_wait();
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++, there += STAGE_BYTES) {
     filler.tokens(there, u0 + i < u1, 0, Filler::X_COPIES);
@@ -183,6 +187,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
             }
       }
     }
+    if (LATE_WAIT) grid_dependency_wait();
     const int tile = (FEW ? begin : fresh(begin)) / kblocks, first_u = tile * kblocks;  // after the loop, if that needs the registers
     const int row0 = tile / token_tiles * RT + wr * (R16 * 16), m0 = tile % token_tiles * MT + wm * (NT * 8);
 #pragma unroll

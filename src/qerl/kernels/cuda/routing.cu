@@ -2,10 +2,10 @@
 #include "bfloat16.cuh"
 #include "launch.cuh"
 
-// out[t] = sum over i of weight[t, i] * y[row_of[t, i]], in the order of i; a null weight is 1.
+// out[t] = sum over i of weight[t, i] * y[row_of[t, i]], in the order of i, or adds it to out; a null weight is 1.
 template <bool FP32>
 __device__ __forceinline__ void gather(const u16* y, const float* weights, const long long* row_of, void* out, int chosen, int width,
-                                       int blocks_a_row) {
+                                       int blocks_a_row, int adds) {
   launch_dependents();
   grid_dependency_wait();
   const size_t t = blockIdx.x / blocks_a_row;
@@ -22,6 +22,12 @@ __device__ __forceinline__ void gather(const u16* y, const float* weights, const
   }
   if constexpr (FP32) {
     float4* to = (float4*)((float*)out + t * width + at);
+    if (adds) {
+      float before[8];
+      *(float4*)before = to[0], *(float4*)(before + 4) = to[1];
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum[j] = before[j] + sum[j];
+    }
     to[0] = *(float4*)sum, to[1] = *(float4*)(sum + 4);
   } else {
     *(uint4*)((u16*)out + t * width + at) = pack(sum);
@@ -29,13 +35,13 @@ __device__ __forceinline__ void gather(const u16* y, const float* weights, const
 }
 
 extern "C" __global__ void __launch_bounds__(256) gather_fp32(const u16* y, const float* weights, const long long* row_of, float* out, int chosen,
-                                                              int width, int blocks_a_row) {
-  gather<true>(y, weights, row_of, out, chosen, width, blocks_a_row);
+                                                              int width, int blocks_a_row, int adds) {
+  gather<true>(y, weights, row_of, out, chosen, width, blocks_a_row, adds);
 }
 
 extern "C" __global__ void __launch_bounds__(256) gather_bf16(const u16* y, const float* weights, const long long* row_of, u16* out, int chosen,
-                                                              int width, int blocks_a_row) {
-  gather<false>(y, weights, row_of, out, chosen, width, blocks_a_row);
+                                                              int width, int blocks_a_row, int adds) {
+  gather<false>(y, weights, row_of, out, chosen, width, blocks_a_row, 0);
 }
 
 // dy[row] = weight * dout[t] and dweight = y[row] . dout[t] for each pair of a token t and one of its rows: a block per pair.
