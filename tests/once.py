@@ -16,6 +16,9 @@ from tyro._parsers import ParserSpecification
 
 from qerl.tracking import provenance
 
+flush = os.fsync
+"""Of the operating system."""
+
 
 def install() -> None:
     os.fsync = _flushed
