@@ -181,7 +181,7 @@ def started(
     *arguments: str, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[str] | Forked":
     """Run `qerl`, a script or a module's main() in a forked process; with a GPU, in a new one."""
-    own = _environment() | (environment or {})
+    own = child_variables() | (environment or {})
     if torch.cuda.is_available():
         return launched(*arguments, environment=own)
 
@@ -200,7 +200,7 @@ def started(
     return Forked(work)
 
 
-def _environment() -> dict[str, str]:
+def child_variables() -> dict[str, str]:
     """Return the variables with which a process finds this checkout's package and uses one thread."""
     paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -210,7 +210,7 @@ def launched(
     *arguments: str, environment: Mapping[str, str] | None = None, start_new_session: bool = False
 ) -> "subprocess.Popen[str]":
     """Start Python with these arguments in a process of its own."""
-    own = _environment() | (environment or {})
+    own = child_variables() | (environment or {})
     return subprocess.Popen(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,

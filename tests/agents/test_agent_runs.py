@@ -116,13 +116,11 @@ def test_two_ranks_have_an_endpoint_each_and_make_the_same_episodes(files, unbro
 
 
 @pytest.mark.slow
-def test_a_ray_worker_has_an_endpoint_and_makes_the_same_episodes(files, unbroken):
+def test_a_ray_worker_has_an_endpoint_and_makes_the_same_episodes(files, unbroken, ray_address):
     """Step 1 is requested with the version that step 0 learns from."""
-    pytest.importorskip("ray")
     out = files / "ray"
-    more = ("--num-steps", "2", "--ray", "local", "--ray.max-staleness", "1")
-    same_priority = {"RAY_worker_niceness": "0"}  # Ray's 15 leaves its workers little of a busy machine
-    finish(tiny_run.started(*arguments(files, out, *more), environment=same_priority))
+    more = ("--num-steps", "2", "--ray", ray_address, "--ray.max-staleness", "1")
+    finish(tiny_run.started(*arguments(files, out, *more)))
     assert len(metrics(out)) == 2 and first_step(out) == first_step(unbroken)
     assert [step["staleness"] for step in metrics(out)] == [0, 1]
     ours, theirs = metrics(out)[0], metrics(unbroken)[0]

@@ -7,7 +7,6 @@ that none waits for another.
 import ctypes
 import re
 import struct
-import subprocess
 from importlib import resources
 
 import pytest
@@ -128,9 +127,7 @@ def library_of(tmp_path_factory):
 
     def build(MT):
         library, constants = folder / f"{MT}.so", {"MT": MT, "RANK": 16, "SWIGLU": 0} | MAKES_U
-        macros = [f"-D{key}={value}" for key, value in constants.items()]
-        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *macros]
-        subprocess.run([*command, "-o", str(library), str(folder / "kernel.cpp")], check=True)
+        cuda_on_cpu.compile_library(folder / "kernel.cpp", library, "-O1", constants)
         return ctypes.CDLL(str(library))
 
     return build

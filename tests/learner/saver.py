@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import once
 from learner.tiny import tiny_learner
 from qerl.learner import checkpoint
 
@@ -20,7 +21,7 @@ def mark(learner, value: float) -> None:
 
 
 def save_without_end(folder: Path, learner) -> None:
-    next_step = 0
+    next_step, os.fsync = 0, once.flush  # most of a save is waiting for the disk: kills come in the middle
     while True:
         next_step += 1
         mark(learner, next_step)

@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from test_ray_engine import OWN, RAY, SAME_PRIORITY, SLOW, assert_alike
+from test_ray_engine import OWN, SAME_PRIORITY, SLOW, TWO, assert_alike
 from test_session import wait_for_steps
 
 import tiny_run
@@ -161,14 +161,13 @@ def test_two_ranks_branch_what_one_process_branches_and_go_on_with_it(files, alo
 
 
 @pytest.mark.slow
-def test_a_ray_worker_that_dies_while_it_branches_loses_nothing(files, alone, tmp_path):
+def test_a_ray_worker_that_dies_while_it_branches_loses_nothing(files, alone, ray_address, tmp_path):
     """The branches of the first step are sampled by other workers than their beginnings; the run of an
     environment is killed after it, and goes on."""
-    pytest.importorskip("ray")
     kind, unbroken = alone
     if kind == "single turns":
         pytest.skip("they have other random numbers: the tests below")
-    out, more = tmp_path / "ray", (*given(files, kind), *RAY)
+    out, more = tmp_path / "ray", (*given(files, kind), "--ray", ray_address, *TWO)
     (files / "kill").touch()
     if kind == "environment":
         process = start(files, out, *more)
@@ -183,10 +182,10 @@ def test_a_ray_worker_that_dies_while_it_branches_loses_nothing(files, alone, tm
 
 
 @pytest.mark.slow
-def test_single_turns_are_branched_by_workers_with_the_newest_policy(files, tmp_path):
+def test_single_turns_are_branched_by_workers_with_the_newest_policy(files, ray_address, tmp_path):
     """One version ahead; of a run that lost a worker: its branches are those of the run that did not."""
-    pytest.importorskip("ray")
-    more = (*DEEP, *RAY, "--ray.max-staleness", "1", "--num-steps", "3", "--evaluate.num-prompts", "0")
+    more = (*DEEP, "--ray", ray_address, *TWO, "--ray.max-staleness", "1", "--num-steps", "3")
+    more = (*more, "--evaluate.num-prompts", "0")
     whole = finish(files, tmp_path / "whole", *more)
     lines = list(read_lines(whole / "samples.jsonl"))
     assert {(s["step"], s["version"]) for s in lines if "prefix_tokens" in s} == {(0, 0), (1, 1), (2, 2)}

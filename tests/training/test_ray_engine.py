@@ -73,7 +73,7 @@ class Game:
             raise RuntimeError("the game broke")
         return [{"role": "tool", "content": str(number)}], float(len(completion) > number), self.turns == 3
 """
-RAY = ("--ray", "local", "--ray.num-samplers", "2")
+TWO = ("--ray.num-samplers", "2")
 AHEAD = ("--ray.max-staleness", "2", "--evaluate.num-prompts", "0")
 SAME_PRIORITY = {"RAY_worker_niceness": "0"}  # Ray's 15 leaves its workers little of a busy machine
 OWN = ("staleness", "replaced_samplers", "resampled_prompts")
@@ -115,12 +115,12 @@ def assert_alike(remote, local):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_drawn_twice(files, tmp_path):
+def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_drawn_twice(files, ray_address, tmp_path):
     """Two versions ahead; the run that lost a worker has the samples and metrics of the one that did not,
     whose first step is that of one process.
     Staleness is of a step's oldest samples: a later round's prompts are asked for when they are wanted, so
     that their samples are of the newest version."""
-    given = (*RAY, *AHEAD, *ROUNDS)
+    given = ("--ray", ray_address, *TWO, *AHEAD, *ROUNDS)
     whole = finish(files, tmp_path / "whole", *given)
     assert max(m["rounds"] for m in metrics(whole)[2:]) > 1
     assert [m["staleness"] for m in metrics(whole)] == [0, 1, 2, 2, 2, 2]
@@ -202,11 +202,12 @@ def test_auto_is_what_the_environment_names_and_else_ray_s_to_find(closed, monke
 
 @pytest.mark.slow
 def test_episodes_of_a_worker_that_dies_in_the_middle_of_one_are_those_of_one_process(files, tmp_path):
-    """Of two workers: their messages, rewards, failures and noise, what is evaluated and what is learned."""
+    """Of two workers, in a cluster of the run's own: their messages, rewards, failures and noise, what is
+    evaluated and what is learned."""
     given = ("--task.rewards", f"{files / 'game.py'}:Game", "--sample.max-tokens", "60", "--num-steps", "2")
     given = (*given, "--task.environment.turn-tokens", "8", "--model.path", str(files / "chat"))
     given = (*given, "--noise.scope", "group", "--noise.num-stages", "2")
-    remote = finish(files, tmp_path / "remote", *RAY, *given)
+    remote = finish(files, tmp_path / "remote", "--ray", "local", *TWO, *given)
     assert (files / "killed").exists()
     local = finish(files, tmp_path / "local", *given)
     texts = [(out / "samples.jsonl").read_text() for out in (remote, local)]
