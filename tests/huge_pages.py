@@ -1,7 +1,7 @@
 """Move what Python has allocated into pages of 2 MB (Linux 6.1 and later; elsewhere nothing happens).
 
-The suite forks thousands of times, and a fork copies an entry for each page: in pages of 4 KB it takes twice as
-long. A fork also splits the pages that are written afterwards, so they are made again after many forks.
+The suite forks thousands of times, and a fork copies an entry for each page: in pages of 4 KB it takes twice
+as long. A fork also splits the pages that are written afterwards, so they are made again after many forks.
 """
 
 import ctypes
