@@ -35,11 +35,6 @@ from qerl.kernels.compile_tally import TALLY, locked
 Parameter = Tensor | bytes | int | None  # a device pointer, a struct, a 32-bit int, a null pointer
 
 
-_MOST_SHARED = 100
-"""Percent of an SM's memory that is shared memory, the same for all kernels. An SM changes it only when nothing
-runs there, so a CTA that starts beside the kernel before would keep its neighbors out, for which it may wait."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelVariant:
     """A launch's kernel: file, definitions, threads of a CTA, dynamic shared memory, CTAs of a cluster."""
@@ -151,8 +146,6 @@ class CudaKernel:
         function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
         attributes = driver.CUfunction_attribute
         settings = [(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes)]
-        if self._starts_early:
-            settings.append((attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _MOST_SHARED))
         if self.cluster > 8:
             settings.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
         for attribute, value in settings:
