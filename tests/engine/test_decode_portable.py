@@ -8,6 +8,7 @@ from engine.test_decode_kernels import FACTOR, LENGTHS, NEVER, decoder_of, error
 from qerl.engine.decode_kernels import KernelForward
 from qerl.errors import UserError
 from qerl.models.packed_linear import PackedTiles
+from tiny_run import launched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,3 +101,27 @@ def test_kernels_of_another_gpu_are_refused(decoder):
         pytest.skip("a Hopper GPU runs all of them")
     with pytest.raises(UserError, match="no Hopper GPU"):
         engine_of(decoder, kernels="hopper")
+
+
+STEPS_OF_32B = """
+import dataclasses, torch
+from qerl.cli.bench.decode import endless_engine, random_prompts
+from qerl.models.random_weights import random_decoder, shape
+from qerl.types import Sampling
+whole, cuda = shape("qwen2.5-32b"), torch.device("cuda")
+two = dataclasses.replace(whole, num_layers=2, layer_kinds=whole.layer_kinds[:2])
+decoder = random_decoder(two, format="nvfp4", rank=32, device=cuda, seed=0)
+engine = endless_engine(decoder, max_num_seqs=24, kv="bf16", kernels="portable")
+prompts = random_prompts(24, 64, two.vocab_size)
+engine.generate(prompts, num_samples=1, sampling=Sampling(max_tokens=64, temperature=1.0), seed=0, step=0)
+"""
+
+
+@pytest.mark.gpu
+def test_ctas_that_start_among_those_of_the_kernel_before_do_not_wait_for_ever():
+    """Three CTAs an SM behind two of another size: in graphs this stood still (dev/LOG.md, 2026-11-26)."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    child = launched("-c", STEPS_OF_32B)
+    output, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, output

@@ -276,6 +276,7 @@ def compile_library(source: Path, library: Path, level: str, macros: Mapping[str
         unfinished = kept.with_suffix(f".{os.getpid()}")
         shutil.copyfile(library, unfinished)
         unfinished.replace(kept)
+    library.unlink(missing_ok=True)  # it may be loaded
     shutil.copyfile(kept, library)  # what is loaded from another place has memory of its own
 
 

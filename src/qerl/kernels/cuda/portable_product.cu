@@ -5,7 +5,7 @@
 // warps take different rows of a tile, WM warps different tokens (and decode the same rows). All threads fill a ring of stages by
 // cp.async. All units (row tile, token tile, k block) are divided evenly among the CTAs, in order. Of the CTAs that share a tile each
 // but the one with its first k writes its sums to the workspace, and that one adds them in the order of k: the result does not depend
-// on timing. It waits for CTAs that started before it, and all CTAs are on the device at once.
+// on timing. It waits for CTAs that started before it alone, so CTAs may start one after the other.
 //
 // Compile-time: MT tokens per tile, WR, WM, R16, KB k per stage, STAGES, CTAS per multiprocessor, RANK of the adapter or 0, SWIGLU,
 // FORMAT of the tiles; GIVEN_U: u is an input, else made here (portable_shrink.cuh), with U_WORDS of each of its buffers; LATE_WAIT: u

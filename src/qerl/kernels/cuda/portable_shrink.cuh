@@ -1,12 +1,13 @@
 // u[m, r] = bf16(scaling * sum_k x[m, k] a[r, k]): the LoRA adapter's first half, made by the CTAs of portable_product.cu on their way.
 //
-// An item is 16 rows of a, 8 * GROUPS tokens and SLICE_K of k; all warps of all CTAs share the items. A warp has asked for a of its first
-// item before griddepcontrol.wait; it stores each item's sums in `partials` while the CTA's first stages arrive. When the others' sums
-// have come too, each warp adds some of them over k and stores u, two bf16 in a word, which the epilogue waits for. All this is ahead of
-// the CTA's units: units between the two, or a branch in their loop, cost more (dev/LOG.md). Words are their own flags (workspace.cuh): all
-// CTAs must be on the device at once. Whoever adds a sum clears its word. u is read by many CTAs, so there are two buffers, used in turns:
-// a launch clears the one that the previous launch used. The slices and the order of their sum depend on K alone, so a token's u does not
-// depend on the others.
+// An item is 16 rows of a, 8 * GROUPS tokens and SLICE_K of k; all warps of the first CTAs, one for each SM, share the items. A warp has
+// asked for a of its first item before griddepcontrol.wait; it stores each item's sums in `partials` while the CTA's first stages arrive.
+// When the others' sums have come too, each warp adds some of them over k and stores u, two bf16 in a word, which the epilogue waits for.
+// All this is ahead of the CTA's units: units between the two, or a branch in their loop, cost more (dev/LOG.md). Words are their own
+// flags (workspace.cuh). The first CTAs are on the device at once, and all CTAs wait for these alone: a CTA that starts where the kernel
+// before still has shared memory can leave gaps that are too small for a neighbor, which then starts only when others have ended. Whoever
+// adds a sum clears its word. u is read by many CTAs, so there are two buffers, used in turns: a launch clears the one that the previous
+// launch used. The slices and the order of their sum depend on K alone, so a token's u does not depend on the others.
 //
 // Compile-time: RANK, GIVEN_U: u is an input, U_WORDS of a buffer, SLICE_K.
 #pragma once
@@ -16,6 +17,7 @@
 
 #define MAKES_U (RANK > 0 && !GIVEN_U)
 #define GROUPS (MT > 32 ? MT % 32 ? 2 : 4 : 1)
+#define MAKERS ((gridDim.x + CTAS - 1) / CTAS)  // the first CTAs, at most one for each SM
 
 struct LowRank {
   const u16* a;   // [rows, K]
@@ -33,7 +35,7 @@ struct Slices {
   uint4 a[UNITS][2];
   int item, row0, m0, slice, units;  // the next item, and where it lies
 
-  __device__ __forceinline__ Slices() : item(threadIdx.x / 32 * gridDim.x + blockIdx.x) {}
+  __device__ __forceinline__ Slices() : item(blockIdx.x < MAKERS ? threadIdx.x / 32 * MAKERS + blockIdx.x : 0x7FFFFFFF) {}
   __device__ __forceinline__ static int slices(int K) { return (K + SLICE_K - 1) / SLICE_K; }
   __device__ __forceinline__ static int all(const LowRank& l, int tokens, int K) { return slices(K) * (tokens / (8 * GROUPS)) * (l.rows / 16); }
   // Find the item and ask for its a.
@@ -76,7 +78,7 @@ struct Slices {
       for (int n = 0; n < GROUPS; n++)
         store_partial(to + (size_t)n * slices(K) * 128, acc[0][n][0] + acc[1][n][0], acc[0][n][1] + acc[1][n][1], acc[0][n][2] + acc[1][n][2],
                       acc[0][n][3] + acc[1][n][3]);
-      item += gridDim.x * (blockDim.x / 32);
+      item += MAKERS * (blockDim.x / 32);
       load(l, tokens, K);
     }
   }
@@ -114,7 +116,7 @@ __device__ __forceinline__ void add_up_u(const LowRank& l, u32 turn, int tokens,
   const int lane = threadIdx.x % 32, slices = Slices::slices(K), all = l.rows / 16 * (tokens / 8) * 16;
   u32 *u = l.u + turn * U_WORDS, *other_u = l.u + (turn ^ 1) * U_WORDS;
 #pragma unroll 1
-  for (int i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < all; i += gridDim.x * (blockDim.x / 32)) {
+  for (int i = blockIdx.x < MAKERS ? threadIdx.x / 32 * MAKERS + blockIdx.x : all; i < all; i += MAKERS * (blockDim.x / 32)) {
     const int block = i / 16, g = i / 4 % 4 * 2, t = i % 4;
     float sum[4] = {}, next[4];
     add_slices(l.partials + (size_t)block * slices * 128 + (g + lane / 16) * 16 + t * 4, slices, sum);
