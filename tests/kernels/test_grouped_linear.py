@@ -13,6 +13,7 @@ from qerl.formats import BF16, FORMATS, MXFP4, NVFP4
 from qerl.formats.stack import PackedStack
 from qerl.kernels import clamped_swiglu, expert_product, grouped_linear, routing, stack_unpack
 from qerl.kernels.grouped_linear import GroupedAdapter
+from qerl.kernels.matmul_fp32 import frozen_linear
 
 FORMATS_TRIED = ("nvfp4", "mxfp4", "nf4", "int8", "bf16")
 
@@ -195,7 +196,7 @@ def test_a_routers_logits_are_fp32_and_its_gradient_loses_what_bf16_does(T, E, D
     x_TD, router_ED = (torch.randn(n, D, generator=rng).bfloat16().to(device) for n in (T, E))
     seen = torch.randn(T, E, generator=rng).to(device)
     with torch.enable_grad():
-        logits_TE = routing.logits_of(x_TD.requires_grad_(), router_ED)
+        logits_TE = frozen_linear(x_TD.requires_grad_(), router_ED)
     (dx_TD,) = torch.autograd.grad(logits_TE, x_TD, seen)
     assert logits_TE.dtype == torch.float32 and dx_TD.dtype == torch.bfloat16
     assert rms_error(logits_TE, x_TD.detach().double() @ router_ED.double().T) < 2e-5

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import tiny_run
 
-ENVIRONMENT = {
-    "RAY_worker_niceness": "0",  # Ray's 15 leaves its workers little of a busy machine
+SAME_PRIORITY = {"RAY_worker_niceness": "0"}  # Ray's 15 leaves its workers little of a busy machine
+ENVIRONMENT = SAME_PRIORITY | {
     "RAY_prestart_worker_first_driver": "0",  # no idle workers
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # a local cluster wants a token by default, and what joins has none

@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from test_ray_engine import OWN, SAME_PRIORITY, SLOW, TWO, assert_alike
+from test_ray_engine import OWN, SLOW, TWO, assert_alike
 from test_session import wait_for_steps
 
 import tiny_run
@@ -19,6 +19,7 @@ from qerl.training.policy import load_sampler
 from qerl.training.replayed_batch import Draw, Parent, SingleTurns
 from qerl.types import Prompt, Sampling
 from training.ranks import StartedRanks
+from training.ray_cluster import SAME_PRIORITY
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")

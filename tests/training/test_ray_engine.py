@@ -25,6 +25,7 @@ from qerl.training.ray_engine import Cluster, check_reachable, join_cluster, wit
 from qerl.training.ray_worker import PublishedPolicy, Worker
 from qerl.training.replayed_batch import Draw
 from qerl.types import Prompt, Sampling
+from training.ray_cluster import SAME_PRIORITY
 
 ray = pytest.importorskip("ray")
 SLOW = """
@@ -75,7 +76,6 @@ class Game:
 """
 TWO = ("--ray.num-samplers", "2")
 AHEAD = ("--ray.max-staleness", "2", "--evaluate.num-prompts", "0")
-SAME_PRIORITY = {"RAY_worker_niceness": "0"}  # Ray's 15 leaves its workers little of a busy machine
 OWN = ("staleness", "replaced_samplers", "resampled_prompts")
 ROUNDS = ("--algo.dynamic-sampling", "--num-generations", "2")
 

@@ -13,6 +13,8 @@ against 39 ms for all columns at once and 44 ms from fp32 copies.
 
 `add_product` adds the unrounded product to an fp32 sum, such as the residual stream, or stores it.
 
+`frozen_linear` is x @ W^T of a weight that is not trained, differentiable in x.
+
 `summed` adds up the products a^T @ b of CHUNK_ROWS rows each, from the last rows to the first. So an
 adapter's gradient has the same bits if a layer's rows are differentiated so many at a time, in that order
 (learner/chunked_mlp.py).
@@ -58,6 +60,23 @@ def add_product(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, alpha: float = 1.0, *,
         return torch.addmm(c_MN, a_MK, b_KN, out_dtype=torch.float32, beta=beta, alpha=alpha, out=c_MN)
     ab_MN = product(a_MK, b_KN)
     return c_MN.add_(ab_MN, alpha=alpha) if beta else torch.mul(ab_MN, alpha, out=c_MN)
+
+
+def frozen_linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Return x @ weight^T in fp32; differentiable in x, by a product of operands in the weight's dtype."""
+    return _FrozenLinear.apply(x_TK, weight_NK)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, weight_NK):
+        ctx.save_for_backward(weight_NK)
+        return product(x_TK, weight_NK.T)
+
+    @staticmethod
+    def backward(ctx, dy_TN):  # type: ignore[override]
+        (weight_NK,) = ctx.saved_tensors
+        return dy_TN.to(weight_NK.dtype) @ weight_NK, None
 
 
 def row_chunks(num_rows: int) -> list[slice]:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import row_kernel
-from qerl.kernels.matmul_fp32 import product
 
 CASES = ((1, 4, 2), (7, 8, 3), (64, 32, 4))  # T, E, k
 
@@ -79,24 +78,6 @@ def combine(
     """Return the weighted sum over each token's experts, fp32 [T, D]; with onto, added to it in place.
     is_read: False if only gradients are needed: onto then stays as it is."""
     return _Combine.apply(y_SD, weights_TK, rows.inverse_S, onto_TD, is_read)
-
-
-def logits_of(x_TD: Tensor, router_ED: Tensor) -> Tensor:
-    """Return x @ router^T in fp32, of operands in bfloat16, whose products fp32 holds exactly; its gradient
-    in x is a product of operands in bfloat16 too."""
-    return _Logits.apply(x_TD, router_ED)
-
-
-class _Logits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TD, router_ED):
-        ctx.save_for_backward(router_ED)
-        return product(x_TD, router_ED.T)
-
-    @staticmethod
-    def backward(ctx, dlogits_TE):  # type: ignore[override]
-        (router_ED,) = ctx.saved_tensors
-        return dlogits_TE.to(router_ED.dtype) @ router_ED, None
 
 
 class _Spread(torch.autograd.Function):

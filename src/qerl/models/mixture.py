@@ -21,7 +21,8 @@ from qerl.formats.stack import WeightStack
 from qerl.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_pairs
 from qerl.kernels.expert_product import RowEnds
 from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
-from qerl.kernels.routing import SortedRows, choose, combine, logits_of, sort_rows, spread, weigh
+from qerl.kernels.matmul_fp32 import frozen_linear
+from qerl.kernels.routing import SortedRows, choose, combine, sort_rows, spread, weigh
 from qerl.kernels.swiglu import swiglu, swiglu_halves
 from qerl.models.architecture import Architecture, Mixture
 from qerl.models.layer_spec import ExpertSpec, LayerSpec
@@ -192,7 +193,7 @@ class MixtureMLP(nn.Module):
         if not (is_plain and expert_rows is None and x_TD.is_cuda and x_TD.dtype == torch.bfloat16):
             return router(x_TD.float())
         assert router.weight is not None
-        logits_TE = logits_of(x_TD, router.weight.operand(torch.bfloat16))
+        logits_TE = frozen_linear(x_TD, router.weight.operand(torch.bfloat16))
         return logits_TE if router.bias is None else logits_TE + router.bias
 
     def _chosen(

@@ -302,7 +302,7 @@ def _fill_layer(
         _fill_experts(experts, format, rows if is_tiled else None, rng)
     _fill_mixer(layer.mixer, rng)
     if isinstance(layer.mixer, Attention) and isinstance(weight := layer.mixer.q_proj.weight, BF16):
-        layer.mixer.q_proj.load_weight(BF16(weight.weight / turn**2))
+        weight.weight.div_(turn**2)
     if is_tiled:
         layer.tile()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qerl.aqn.module_noise import ModuleNoise, add_noise
 from qerl.aqn.noise_table import NoiseTable
 from qerl.errors import UserError
-from qerl.kernels.matmul_fp32 import product
+from qerl.kernels.matmul_fp32 import frozen_linear
 from qerl.models.backend import language_limits
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear
@@ -35,18 +35,6 @@ class SequenceLinear(QuantLinear):
         return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
 
 
-class _HeadProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TD, weight_VD):
-        ctx.save_for_backward(weight_VD)
-        return product(x_TD, weight_VD.T)
-
-    @staticmethod
-    def backward(ctx, dy_TV):  # type: ignore[override]
-        (weight_VD,) = ctx.saved_tensors
-        return dy_TV.to(weight_VD.dtype) @ weight_VD, None
-
-
 class FloatHead(nn.Module):
     """A head whose logits are fp32, as those of our decoder (matmul_fp32.py)."""
 
@@ -55,8 +43,7 @@ class FloatHead(nn.Module):
         self.weight, self.bias = head.weight, head.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y_TV = _HeadProduct.apply(x.reshape(-1, x.shape[-1]), self.weight)
-        assert isinstance(y_TV, Tensor)
+        y_TV = frozen_linear(x.reshape(-1, x.shape[-1]), self.weight)
         return (y_TV if self.bias is None else y_TV + self.bias).unflatten(0, x.shape[:-1])
 
 

@@ -29,13 +29,16 @@ struct LowRank {
 };
 
 #if MAKES_U
+// The warp's number among those that make u; a number past all items, where it makes none.
+__device__ __forceinline__ int maker_warp() { return blockIdx.x < MAKERS ? threadIdx.x / 32 * MAKERS + blockIdx.x : 0x7FFFFFFF; }
+
 // A warp's items. A lane's 8 k of each 32 are neighbors; both operands have the same order of k.
 struct Slices {
   static constexpr int UNITS = SLICE_K / 32, AT_ONCE = UNITS / GROUPS;
   uint4 a[UNITS][2];
   int item, row0, m0, slice, units;  // the next item, and where it lies
 
-  __device__ __forceinline__ Slices() : item(blockIdx.x < MAKERS ? threadIdx.x / 32 * MAKERS + blockIdx.x : 0x7FFFFFFF) {}
+  __device__ __forceinline__ Slices() : item(maker_warp()) {}
   __device__ __forceinline__ static int slices(int K) { return (K + SLICE_K - 1) / SLICE_K; }
   __device__ __forceinline__ static int all(const LowRank& l, int tokens, int K) { return slices(K) * (tokens / (8 * GROUPS)) * (l.rows / 16); }
   // Find the item and ask for its a.
@@ -116,7 +119,7 @@ __device__ __forceinline__ void add_up_u(const LowRank& l, u32 turn, int tokens,
   const int lane = threadIdx.x % 32, slices = Slices::slices(K), all = l.rows / 16 * (tokens / 8) * 16;
   u32 *u = l.u + turn * U_WORDS, *other_u = l.u + (turn ^ 1) * U_WORDS;
 #pragma unroll 1
-  for (int i = blockIdx.x < MAKERS ? threadIdx.x / 32 * MAKERS + blockIdx.x : all; i < all; i += MAKERS * (blockDim.x / 32)) {
+  for (int i = maker_warp(); i < all; i += MAKERS * (blockDim.x / 32)) {
     const int block = i / 16, g = i / 4 % 4 * 2, t = i % 4;
     float sum[4] = {}, next[4];
     add_slices(l.partials + (size_t)block * slices * 128 + (g + lane / 16) * 16 + t * 4, slices, sum);
