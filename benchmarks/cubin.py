@@ -21,6 +21,7 @@ from qerl.kernels.architectures import SYSTEM_SHARED_BYTES
 _MACHINE, _SECTION = "<HHIQQQIHHHHHH", "<IIQQQQIIQQ"
 _REGISTERS, _FRAME, _THREADS = 0x2F, 0x11, 0x05
 _SIZED = 4
+_SPLIT_COPY, _OPCODE, _INSTRUCTION = 0xDAE, 0xFFF, 16  # LDGSTS [R + UR], its bits, bytes of an instruction
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class KernelUse:
     """Static, of a CTA."""
     most_threads: int | None
     """Threads of a CTA, by the kernel's own __launch_bounds__."""
+    split_copies: int = 0
+    """Asynchronous copies whose shared address is split over a uniform register; wrong with an L2 policy."""
 
 
 def kernels_of(cubin: bytes) -> dict[str, KernelUse]:
@@ -52,13 +55,19 @@ def kernels_of(cubin: bytes) -> dict[str, KernelUse]:
             symbol, value = struct.unpack("<II", body)
             by_symbol[attribute, symbol] = value
     found = {}
-    for section, (info, _) in sections.items():
+    for section, (info, code) in sections.items():
         if section.startswith(".text."):
             name, symbol = section.removeprefix(".text."), info & 0xFFFFFF
             registers, frame = by_symbol[_REGISTERS, symbol], by_symbol[_FRAME, symbol]
             shared = _static_shared(cubin, sections, name)
-            found[name] = KernelUse(name, registers, frame, shared, _most_threads(sections, name))
+            threads, split = _most_threads(sections, name), _split_copies(code)
+            found[name] = KernelUse(name, registers, frame, shared, threads, split)
     return found
+
+
+def _split_copies(code: bytes) -> int:
+    words = struct.unpack(f"<{len(code) // 8}Q", code)[:: _INSTRUCTION // 8]
+    return sum(word & _OPCODE == _SPLIT_COPY for word in words)
 
 
 def _sections(cubin: bytes) -> dict[str, tuple[int, bytes]]:

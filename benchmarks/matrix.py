@@ -155,6 +155,8 @@ def faults(variant: KernelVariant, use: KernelUse, card: CudaArchitecture) -> li
     found, shared = [], use.shared_bytes + variant.shared_bytes
     if use.local_bytes > _MOST_LOCAL_BYTES.get(variant.file, 0):
         found.append(f"{what} {use.local_bytes} bytes of a thread do not fit its registers")
+    if use.split_copies:
+        found.append(f"{what} {use.split_copies} copies have a shared address that NVRTC may encode wrongly")
     if shared > card.shared_bytes:
         found.append(f"{what} {shared} bytes of shared memory; a CTA has {card.shared_bytes}")
     if use.most_threads is not None and variant.threads > use.most_threads:

@@ -217,6 +217,8 @@ COPIES = r"""
 #pragma once
 #include "types.cuh"
 static void copy_async(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 16); }
+static u32 own_register(u32 v) { return v; }
+static void copy_async_once(u32 to, const void* from, u64) { copy_async(to, from); }
 static void copy_async_4(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 4); }
 static void copy_async_if(bool condition, u32 to, const void* from) { if (condition) copy_async(to, from); }
 static void commit_copies() {}
@@ -226,6 +228,7 @@ static void wait_copies() {}
 MEMORY = r"""
 #pragma once
 #include "types.cuh"
+static u64 l2_evict_first() { return 0; }
 static u32 smem_u32(const void* p) { return __cvta_generic_to_shared(p); }
 static u32 load_relaxed(const u32* p) { return *p; }
 static void load_relaxed(const u32* p, u32 (&v)[2]) { memcpy(v, p, 8); }

@@ -6,12 +6,17 @@ import torch
 
 from qerl.kernels.attention_options import AttentionOptions
 
-CHUNK, LONG_CHUNK = 128, 256  # positions; the long chunk halves the sums to add, once there are enough units
+CHUNK, LONG_CHUNK = (
+    128,
+    512,
+)  # positions; the long chunk leaves fewer sums to add, once there are enough units
 
 _CTA_BYTES = 1024  # shared memory that the system reserves per CTA
 _TILE_BYTES = 8192  # of the keys of a tile, which has at most 32 positions
 _FEW_ROWS = 32
-_MANY_FP8_HEADS = 256  # rows x K/V heads above which 8 one-warp CTAs beat 6: FP8 is issue-bound (H200)
+_MANY_FP8_HEADS = (
+    256  # rows x K/V heads of few rows above which 8 one-warp CTAs beat 6: FP8 is issue-bound (H200)
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ def choose_shape(
     chunk = chunk or (CHUNK if has_few_rows else LONG_CHUNK)
     if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
         return Shape(chunk, 3, has_few_rows)
-    return Shape(chunk, 8 if is_fp8 and B * num_kv_heads > _MANY_FP8_HEADS else 6, has_few_rows)
+    is_bound_by_issue = is_fp8 and (not has_few_rows or B * num_kv_heads > _MANY_FP8_HEADS)
+    return Shape(chunk, 8 if is_bound_by_issue else 6, has_few_rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

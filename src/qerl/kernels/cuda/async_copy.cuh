@@ -1,10 +1,24 @@
-// Copies from global to shared memory that a thread does not wait for (Ampere and later). None has an L2 policy: where NVRTC 13.0
-// splits the shared address of such a copy over a uniform register, it encodes UR0 and UR1 whatever it has set, which Hopper refuses
-// as an illegal instruction.
+// Copies from global to shared memory that a thread does not wait for (Ampere and later). Only Hopper's have an L2 policy, and never with
+// a shared address that is split over a uniform register: NVRTC 13.0 then encodes UR0 and UR1 whatever it has set, which the GPU refuses
+// as an illegal instruction (tests/kernels/test_compile_matrix.py).
 #pragma once
 #include "types.cuh"
 
 __device__ __forceinline__ void copy_async(u32 dst, const void* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
+#if __CUDA_ARCH__ == 900
+// The same number, of which the compiler does not know that it is the same in all lanes (it does of a shuffle).
+__device__ __forceinline__ u32 own_register(u32 v) {
+  asm volatile("{.reg .u32 zero; mov.u32 zero, %%laneid; shr.u32 zero, zero, 5; add.u32 %0, %0, zero;}" : "+r"(v));
+  return v;
+}
+// Bytes that are read once: L2 gives their place away first. dst: own_register of an address, and what is added to it.
+__device__ __forceinline__ void copy_async_once(u32 dst, const void* src, u64 evict_first) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(evict_first) : "memory");
+}
+#else
+__device__ __forceinline__ u32 own_register(u32 v) { return v; }
+__device__ __forceinline__ void copy_async_once(u32 dst, const void* src, u64) { copy_async(dst, src); }
+#endif
 __device__ __forceinline__ void copy_async_if(bool condition, u32 dst, const void* src) {  // without a branch
   asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p cp.async.cg.shared.global [%1], [%2], 16;}" ::"r"((int)condition), "r"(dst), "l"(src) : "memory");
 }
