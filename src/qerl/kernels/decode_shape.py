@@ -6,17 +6,13 @@ import torch
 
 from qerl.kernels.attention_options import AttentionOptions
 
-CHUNK, LONG_CHUNK = (
-    128,
-    512,
-)  # positions; the long chunk leaves fewer sums to add, once there are enough units
+CHUNK, LONG_CHUNK = 128, 512
+"""Positions; the long chunk leaves fewer sums to add, once there are enough units."""
 
 _CTA_BYTES = 1024  # shared memory that the system reserves per CTA
 _TILE_BYTES = 8192  # of the keys of a tile, which has at most 32 positions
 _FEW_ROWS = 32
-_MANY_FP8_HEADS = (
-    256  # rows x K/V heads of few rows above which 8 one-warp CTAs beat 6: FP8 is issue-bound (H200)
-)
+_MANY_FP8_HEADS = 256  # rows x K/V heads of few rows above which 8 one-warp CTAs beat 6 (H200)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(const __gri
   __shared__ __align__(16) float of_warp[CLUSTER][WARPS];
   const int share = threadIdx.x / 4, rank = share / WARPS, warp = share % WARPS, t = threadIdx.x % 4, m = blockIdx.x;
   const int units = o.K / 32, first = units * rank / CLUSTER, end = units * (rank + 1) / CLUSTER;
+  launch_dependents();
   int k[UNITS];
 #pragma unroll
   for (int i = 0; i < UNITS; i++) k[i] = min(first + i * WARPS + warp, units - 1) * 32 + t * 8;
@@ -40,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(const __gri
     for (int j = 0; j < 2; j++) w[i][j] = weight4(o, noise, k[i] + j * 4);
 #endif
   grid_dependency_wait();
-  launch_dependents();  // after the wait: the product's CTAs then do not start among those of the product before (portable_shrink.cuh)
   float4 h[UNITS][2];
 #pragma unroll
   for (int i = 0; i < UNITS; i++)
