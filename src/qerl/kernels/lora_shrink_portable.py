@@ -6,6 +6,8 @@ token's sums have the order that they have in lora_shrink.cu (tests/kernels/test
 is.
 """
 
+import dataclasses
+
 import torch
 
 from qerl.kernels.architectures import gpu_of
@@ -28,6 +30,7 @@ FILE = "lora_shrink_portable.cu"
 _LEAST_CLUSTER, _MOST_CLUSTER = 8, 16  # of choose_split
 _NORM_TILE = ShrinkTile(8, 16)  # any: norm_rows does not read it
 _H200_SMS = 132
+_MOST_UNITS = 5  # of a warp with 32 tokens and 32 rows: more would spill
 
 
 class PortableLoraShrink(LoraShrink):
@@ -35,8 +38,8 @@ class PortableLoraShrink(LoraShrink):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        num_sms = torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
-        self._ctas_at_once = CTAS_AT_ONCE * num_sms // _H200_SMS
+        self._num_sms = torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
+        self._ctas_at_once = CTAS_AT_ONCE * self._num_sms // _H200_SMS
         words = _MOST_CLUSTER * MAX_TOKENS * MAX_ROWS
         self._partials = torch.empty(words, dtype=torch.float32, device=device)
         self._turns = torch.zeros(MAX_TOKENS // 8 * (MAX_ROWS // 16), dtype=torch.int32, device=device)
@@ -51,13 +54,20 @@ class PortableLoraShrink(LoraShrink):
             h_MK, copy_MK = x_MK, None
         if a_RK is not None:
             operands = pack_operands(h_MK, None, None, None, 0.0, a_RK, scaling, copy_MK, u_MR)
-            tile = choose_tile(m, k, len(a_RK), self._ctas_at_once)
+            tile = self._tile(m, k, len(a_RK))
             shrink = self._kernel("shrink", False, False, tile, split)
             shrink.launch(
                 grid=tile.clusters(m, len(a_RK)) * split.cluster,
                 block_threads=32 * WARPS,
                 parameters=(operands, self._partials, self._turns),
             )
+
+    def _tile(self, M: int, K: int, R: int) -> ShrinkTile:
+        """Return a tile of twice the rows if half the rows of a long K take more CTAs than run at once."""
+        tile, split = choose_tile(M, K, R, self._ctas_at_once), choose_split(K)
+        is_too_many = tile.clusters(M, R) * split.cluster > self._num_sms
+        is_half = tile.rows == 16 and R > 16 and split.units <= _MOST_UNITS
+        return dataclasses.replace(tile, rows=32) if is_too_many and is_half else tile
 
     def _compile(self, name: str, has_norm: bool, has_table: bool, tile: ShrinkTile, split: Split):
         if name == "embed":  # of the same source, whose other kernels must compile too

@@ -5,6 +5,9 @@
 #include "types.cuh"
 
 __device__ __forceinline__ void copy_async(u32 dst, const void* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
+__device__ __forceinline__ void copy_async_if(bool condition, u32 dst, const void* src) {  // without a branch
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p cp.async.cg.shared.global [%1], [%2], 16;}" ::"r"((int)condition), "r"(dst), "l"(src) : "memory");
+}
 #if __CUDA_ARCH__ == 900
 // The same number, of which the compiler does not know that it is the same in all lanes (it does of a shuffle).
 __device__ __forceinline__ u32 own_register(u32 v) {
@@ -15,13 +18,16 @@ __device__ __forceinline__ u32 own_register(u32 v) {
 __device__ __forceinline__ void copy_async_once(u32 dst, const void* src, u64 evict_first) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(evict_first) : "memory");
 }
+__device__ __forceinline__ void copy_async_once_if(bool condition, u32 dst, const void* src, u64 evict_first) {  // without a branch
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p cp.async.cg.shared.global.L2::cache_hint [%1], [%2], 16, %3;}" ::"r"((int)condition), "r"(dst), "l"(src),
+               "l"(evict_first)
+               : "memory");
+}
 #else
 __device__ __forceinline__ u32 own_register(u32 v) { return v; }
 __device__ __forceinline__ void copy_async_once(u32 dst, const void* src, u64) { copy_async(dst, src); }
+__device__ __forceinline__ void copy_async_once_if(bool condition, u32 dst, const void* src, u64) { copy_async_if(condition, dst, src); }
 #endif
-__device__ __forceinline__ void copy_async_if(bool condition, u32 dst, const void* src) {  // without a branch
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p cp.async.cg.shared.global [%1], [%2], 16;}" ::"r"((int)condition), "r"(dst), "l"(src) : "memory");
-}
 __device__ __forceinline__ void copy_async_4(u32 dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
