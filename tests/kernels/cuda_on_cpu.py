@@ -219,7 +219,9 @@ COPIES = r"""
 static void copy_async(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 16); }
 static u32 own_register(u32 v) { return v; }
 static void copy_async_once(u32 to, const void* from, u64) { copy_async(to, from); }
-static void copy_async_once_if(bool condition, u32 to, const void* from, u64) { if (condition) copy_async(to, from); }
+static void copy_async_once_if(bool is_wanted, u32 to, const void* from, u64) {
+  if (is_wanted) copy_async(to, from);
+}
 static void copy_async_4(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 4); }
 static void copy_async_if(bool condition, u32 to, const void* from) { if (condition) copy_async(to, from); }
 static void commit_copies() {}
