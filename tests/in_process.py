@@ -1,0 +1,60 @@
+"""Rewards, votes and chat templates computed in the process of the run, for tests of other things.
+
+A reward worker is three processes, a template one, and in a suite of a gigabyte each fork takes 0.03 to 0.04
+CPU seconds: of a tiny run a quarter. The real ones run in tests/tasks, tests/faults, tests/training/test_session.py
+and test_overlap.py. A reward that runs programs, and those of environments and agents, have their processes.
+"""
+
+import functools
+import pickle
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from qerl.errors import UserError
+from qerl.tasks import majority_vote, reward, template_process
+from qerl.tasks.scoring import score
+from qerl.tasks.worker_pool import Jobs, WorkerPool
+
+
+class InProcessPool(WorkerPool):
+    """Does each job when it is given; like a worker, with copies of items and outcomes."""
+
+    def _start(self) -> None:
+        """It needs no process."""
+
+    def begin(self, *, deadline_s: float) -> Jobs:
+        self.jobs = Jobs(self, deadline_s)
+        return self.jobs
+
+    def advance(self, items: list[Any], waiting: deque[int], outcomes: list[Any], **_: Any) -> None:
+        while waiting:
+            index = waiting.popleft()
+            outcomes[index] = _copied(self._work(_copied(items[index])))
+
+    def stop(self) -> None:
+        """Nothing was started."""
+
+
+def _copied(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def _pool(work: Callable[[Any], Any], **settings: Any) -> WorkerPool:
+    is_plain = isinstance(work, functools.partial) and work.func is score
+    if is_plain and not any(hasattr(function, "notice") for function in work.args[0]):
+        return InProcessPool(work, **settings)
+    return WorkerPool(work, **settings)
+
+
+def _render(_: object, tokenizer: Any, messages: Any, options: dict[str, Any]) -> str:
+    text, reason = template_process._rendered(tokenizer, messages, options)
+    if text is None:
+        raise UserError(reason)
+    return text
+
+
+def install(monkeypatch: Any) -> None:
+    monkeypatch.setattr(reward, "WorkerPool", _pool)
+    monkeypatch.setattr(majority_vote, "WorkerPool", InProcessPool)
+    monkeypatch.setattr(template_process.TemplateProcess, "render", _render)
