@@ -5,9 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
-import time
-from functools import partial
 
 import pytest
 import tiny_study
@@ -40,24 +37,11 @@ def untimed(value):
     return [untimed(item) for item in value] if isinstance(value, list) else value
 
 
-def launched(files, folder):
-    """The study as a program with a session of its own, whose worker is spawned."""
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = ("-m", "tiny_study", str(files), str(folder))
-    return tiny_run.launched(*command, environment=paths, start_new_session=True)
-
-
-def wait_for(process, condition):
-    while not condition():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
-
-
-def forked(files, folder, workers=1, **options):
+def forked(files, folder, workers=1, method="fork", **options):
     """The study in a forked process, whose workers are forked too: none imports torch again."""
 
     def work():
-        run_module.get_context = lambda _: multiprocessing.get_context("fork")
+        run_module.get_context = lambda _: multiprocessing.get_context(method)
         run_study(tiny_study.make(files, **options), folder, workers=workers)
 
     log = folder.with_name(f"{folder.name}.log")
@@ -147,11 +131,12 @@ def test_after_ctrl_c_no_further_run_begins(files, tmp_path):
 def test_after_a_signal_to_the_parent_alone_no_further_run_begins(files, tmp_path):
     """Its worker is spawned, as a study's are."""
     folder = tmp_path / "stopped"
-    process = launched(files, folder)
-    before = under_way(folder, partial(wait_for, process))
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode != 0 and under_way(folder) == before
+    run = forked(files, folder, method="spawn")
+    before = under_way(folder, run.wait_for)
+    run.kill(signal.SIGINT)
+    assert run.wait(60) != 0
+    run.wait_for_all()
+    assert under_way(folder) == before
 
 
 def under_way(folder, wait=None):
