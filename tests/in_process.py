@@ -1,8 +1,8 @@
 """Rewards, votes and chat templates computed in the process of the run, for tests of other things.
 
-A reward worker is three processes, a template one, and in a suite of a gigabyte each fork takes 0.03 to 0.04
-CPU seconds: of a tiny run a quarter. The real ones run in tests/tasks, tests/faults, tests/training/test_session.py
-and test_overlap.py. A reward that runs programs, and those of environments and agents, have their processes.
+A reward worker is three processes, a template one, and each fork of a process of a gigabyte takes about 0.03
+CPU seconds. The real ones run in tests/tasks and tests/faults and in two files of tests/training (conftest.py);
+rewards that run programs, environments and agents have their processes everywhere.
 """
 
 import functools

@@ -82,7 +82,7 @@ agent.deterministic = True
 PROMPT_T = [5, 6, 7, 8]
 DEEP = ("--algo.branching", "deep", "--algo.deep.num-branches", "2", "--algo.deep.segment-tokens", "1")
 EXACT = ("--engine.exact", "--engine.max-num-seqs", "16", "--evaluate.num-prompts", "0")
-SHORT = ("--num-steps", "2", "--num-generations", "6", "--checkpoint.every", "1")
+SHORT = ("--num-steps", "2", "--checkpoint.every", "1")
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,12 @@ def given(files, kind):
     """What is sampled."""
     if kind == "single turns":
         reward = ("--task.rewards", f"{files / 'even.py'}:even_end")
-        return [*DEEP, *EXACT, *SHORT, *reward, "--noise.scope", "sample"]
+        return [*DEEP, *EXACT, *SHORT, *reward, "--noise.scope", "sample", "--num-generations", "8"]
+    six = (*DEEP, *EXACT, *SHORT, "--num-generations", "6")
     if kind == "environment":
         more = ["--task.rewards", f"{files / 'game.py'}:Game", "--task.environment.turn-tokens", "6"]
-        return [*DEEP, *EXACT, *SHORT, *more, "--sample.max-tokens", "60"]
-    return [*DEEP, *EXACT, *SHORT, "--agent", f"{files / 'my.py'}:agent", "--noise.schedule", "none"]
+        return [*six, *more, "--sample.max-tokens", "60"]
+    return [*six, "--agent", f"{files / 'my.py'}:agent", "--noise.schedule", "none"]
 
 
 def start(files, out, *more, num_ranks=1):
