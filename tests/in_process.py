@@ -1,7 +1,7 @@
 """Rewards, votes and chat templates computed in the process of the run, for tests of other things.
 
 A reward worker is three processes, a template one, and each fork of a process of a gigabyte takes about 0.03
-CPU seconds. The real ones run in tests/tasks and tests/faults and in two files of tests/training (conftest.py);
+CPU seconds. The real ones run in tests/tasks, tests/faults and two files of tests/training (conftest.py);
 rewards that run programs, environments and agents have their processes everywhere.
 """
 
@@ -54,7 +54,10 @@ def _render(_: object, tokenizer: Any, messages: Any, options: dict[str, Any]) -
     return text
 
 
-def install(monkeypatch: Any) -> None:
-    monkeypatch.setattr(reward, "WorkerPool", _pool)
-    monkeypatch.setattr(majority_vote, "WorkerPool", InProcessPool)
-    monkeypatch.setattr(template_process.TemplateProcess, "render", _render)
+def install_pools(patch: Any) -> None:
+    patch.setattr(reward, "WorkerPool", _pool)
+    patch.setattr(majority_vote, "WorkerPool", InProcessPool)
+
+
+def install_templates(patch: Any) -> None:
+    patch.setattr(template_process.TemplateProcess, "render", _render)
