@@ -8,7 +8,8 @@
 
 PYTHON ?= python3
 RUN ?= runs/demo
-JOBS ?= 2
+# One process more than cores, as tests of real processes wait; of 1.6 GB each, so at most 8.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 7 ? n + 1 : 8)))
 BIN := .venv/bin
 # One thread a process: the threads of several torch processes on the same cores wait for each other. Memory of malloc
 # in pages of 2 MB: a run forked from a process of 1.25 GB takes 0.8 instead of 1.2 CPU s. And .pyc files are written.

@@ -174,6 +174,7 @@ def test_a_ray_worker_that_dies_while_it_branches_loses_nothing(files, alone, ra
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not (files / "kill").exists()
+        more = (*more, "--ray.num-samplers", "1")
     finish(files, out, *more)
     assert not (files / "kill").exists()
     assert "died; a new one samples its" in (out / "events.jsonl").read_text()
@@ -183,7 +184,7 @@ def test_a_ray_worker_that_dies_while_it_branches_loses_nothing(files, alone, ra
 @pytest.mark.slow
 def test_single_turns_are_branched_by_workers_with_the_newest_policy(files, ray_address, tmp_path):
     """One version ahead. A worker that dies while it is ahead: test_ray_engine.py."""
-    more = (*DEEP, "--ray", ray_address, *TWO, "--ray.max-staleness", "1", "--num-steps", "3")
+    more = (*DEEP, "--ray", ray_address, "--ray.max-staleness", "1", "--num-steps", "3")
     out = finish(files, tmp_path / "run", *more, "--evaluate.num-prompts", "0")
     lines = list(read_lines(out / "samples.jsonl"))
     assert {(s["step"], s["version"]) for s in lines if "prefix_tokens" in s} == {(0, 0), (1, 1), (2, 2)}
