@@ -24,6 +24,9 @@ def files(tmp_path_factory):
     return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
+RUNS = "runs/*/*/*/*"  # by task, arm, rate and seed; unlike rglob, glob looks into no folder that is renamed
+
+
 def lines(folder, name="results"):
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
@@ -142,8 +145,8 @@ def test_after_a_signal_to_the_parent_alone_no_further_run_begins(files, tmp_pat
 def under_way(folder, wait=None):
     """Return the files of runs begun and of runs ended; with wait, once one has a checkpoint."""
     if wait:
-        wait(lambda: list(folder.rglob("checkpoints/step-*")))
-    return set(folder.rglob("metrics.jsonl")), set(folder.rglob("result.json"))
+        wait(lambda: list(folder.glob(f"{RUNS}/checkpoints/step-*")))
+    return set(folder.glob(f"{RUNS}/metrics.jsonl")), set(folder.glob(f"{RUNS}/result.json"))
 
 
 def test_a_finished_study_runs_nothing(files, unbroken):
