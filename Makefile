@@ -18,8 +18,8 @@ PYTEST := OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONDONTWRIT
 # Tests of real processes have deadlines, which a busy machine can miss: what failed runs once more, one test at a time.
 # It shows the values of the assertion, for which each file is rewritten first (a third of the collection's time).
 AGAIN := $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 1
-# Files of the tests lie in memory if it has room (they take up to 2 GB): on a disk, tests of whole runs take a third
-# more CPU time. Other users can enter the folder, as those can whose programs the tests of sandboxes run.
+# Files of the tests lie in memory if it has room (they take up to 2 GB): on a disk they wait for it. Other users can
+# enter the folder: programs of the sandboxes' tests run as others.
 PLACE := $(shell [ -w /dev/shm ] && df -Pk /dev/shm | awk 'END {exit $$4 < 6e6}' && echo /dev/shm || echo $${TMPDIR:-/tmp})
 IN_MEMORY := export TMPDIR=$$(mktemp -d $(PLACE)/qerl-tests-XXXXXX) && chmod 1777 $$TMPDIR && \
 	trap 'rm -rf $$TMPDIR' EXIT INT TERM &&
