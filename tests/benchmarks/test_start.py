@@ -1,6 +1,7 @@
 """The benchmark of a fresh process loads, samples and learns, and its checkpoint has the shape asked for."""
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -46,6 +47,8 @@ def test_a_process_loads_samples_and_learns(tmp_path):
 
 @pytest.mark.slow
 def test_it_prints_a_line_for_each_cache_of_the_asked_way_to_compile(tmp_path, monkeypatch, capsys):
+    """Of one process: a second one would import torch for the same line."""
+    monkeypatch.setattr(start, "_in_process", functools.cache(lambda *_, of=start._in_process: of(*_)))
     sizes = ("--rows=8", "--prompt-tokens=8", "--max-tokens=16", "--lora-rank=16")
     monkeypatch.setattr(
         sys, "argv", ["benchmarks", "start", f"--model={tiny_model(tmp_path)}", *sizes, "--ahead=False"]

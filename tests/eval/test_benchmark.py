@@ -19,8 +19,10 @@ from qerl.errors import UserError
 from qerl.eval.benchmark import Benchmark, read_results, result_path, run_benchmark, settings_of
 from qerl.eval.catalog import BENCHMARKS, parse_benchmark, parse_benchmarks
 from qerl.eval.run import table
+from qerl.tasks import majority_vote
 from qerl.tasks.majority_vote import VotePool, votes
 from qerl.tasks.rows import open_rows
+from qerl.tasks.worker_pool import WorkerPool
 from qerl.types import Group, Prompt, Sample, Sampling
 
 assert latex2sympy2_extended  # imported here, so that forked graders need not: 0.7 CPU seconds each
@@ -55,11 +57,6 @@ ROWS = {
     "amc23": [{"id": i, "question": "Find $n$.", "answer": 27.0 + i, "url": "https://x"} for i in range(3)],
 }
 SAMPLED = Sampling(max_tokens=8, temperature=0.6, top_p=0.95)
-
-
-@pytest.fixture(autouse=True)
-def one_voter(monkeypatch):
-    monkeypatch.setitem(VotePool.__init__.__kwdefaults__, "num_workers", 1)
 
 
 @pytest.fixture(scope="module")
@@ -437,6 +434,7 @@ def test_votes_for_equal_answers_are_for_the_first_of_them():
     assert votes("numeric", ["1,000", "so 1000.0", "none"]) == ["1000", "1000", None]
 
 
-def test_votes_are_counted_in_processes():
+def test_votes_are_counted_in_processes(monkeypatch):
+    monkeypatch.setattr(majority_vote, "WorkerPool", WorkerPool)  # conftest.py's counts in this process
     with VotePool(num_workers=1) as counted:
         assert counted.count("numeric", [["7", "7.0"], ["x", "2"]]) == [["7", "7"], [None, "2"]]

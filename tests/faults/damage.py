@@ -1,9 +1,15 @@
 """Every file of a run's folder damaged in every way, and what the next start makes of it."""
 
+import itertools
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 from faults import runs
+from qerl.learner import checkpoint
 
 CHECKPOINT = (
     *("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"),
@@ -38,12 +44,19 @@ HARMS = {harm.__name__: harm for harm in (flip, truncate, empty, delete)}
 
 
 def half_done(files: Path, out: Path) -> Path:
-    """The folder of a run that was killed with two checkpoints."""
-    run = runs.start(files, out, *MORE)
-    run.wait_for(lambda: runs.num_steps(out) >= 5)
-    run.kill()
-    run.wait()
-    assert len(list((out / "checkpoints").glob("step-*"))) >= 2
+    """The folder of a run that kills itself with two checkpoints and five steps."""
+    write, num_written = checkpoint.write, itertools.count(1)
+
+    def written(*given: Any, **more: Any) -> Path:
+        path = write(*given, **more)
+        if next(num_written) == 2:  # in a thread, beside the next step
+            while runs.num_steps(out) < 5:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return path
+
+    run = runs.start(files, out, *MORE, first=lambda: setattr(checkpoint, "write", written))
+    assert run.wait() == -signal.SIGKILL, run.said
     return out
 
 

@@ -125,7 +125,8 @@ class Terminal:
         return before
 
     def wait_until_it_asks(self, text="> ", *, most_s=60):
-        """Asleep in its read, too: a Ctrl-C between prompt and read is not seen before the next key."""
+        """Asleep in its read, too: between prompt and read a Ctrl-C is not seen before the next key, and a
+        Ctrl-D may be lost."""
         self.wait_for(text, most_s=most_s)
         while "State:\tS" not in Path(f"/proc/{self.process.pid}/status").read_text():
             time.sleep(0.01)
@@ -173,7 +174,7 @@ def test_ctrl_d_ends(long_model):
         terminal.wait_for("again or Ctrl-D")
         terminal.type("one\n")
         terminal.wait_for("one\r\n")
-        terminal.wait_for("\r\n> ")
+        terminal.wait_until_it_asks("\r\n> ")
         terminal.type("\x04")
         assert terminal.process.wait(timeout=10) == 0
     finally:

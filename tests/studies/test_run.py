@@ -5,9 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
-import time
-from functools import partial
 
 import pytest
 import tiny_study
@@ -27,6 +24,9 @@ def files(tmp_path_factory):
     return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
+RUNS = "runs/*/*/*/*"  # by task, arm, rate and seed; unlike rglob, glob looks into no folder that is renamed
+
+
 def lines(folder, name="results"):
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
@@ -40,24 +40,11 @@ def untimed(value):
     return [untimed(item) for item in value] if isinstance(value, list) else value
 
 
-def launched(files, folder):
-    """The study as a program with a session of its own, whose worker is spawned."""
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = ("-m", "tiny_study", str(files), str(folder))
-    return tiny_run.launched(*command, environment=paths, start_new_session=True)
-
-
-def wait_for(process, condition):
-    while not condition():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
-
-
-def forked(files, folder, workers=1, **options):
+def forked(files, folder, workers=1, method="fork", **options):
     """The study in a forked process, whose workers are forked too: none imports torch again."""
 
     def work():
-        run_module.get_context = lambda _: multiprocessing.get_context("fork")
+        run_module.get_context = lambda _: multiprocessing.get_context(method)
         run_study(tiny_study.make(files, **options), folder, workers=workers)
 
     log = folder.with_name(f"{folder.name}.log")
@@ -147,18 +134,19 @@ def test_after_ctrl_c_no_further_run_begins(files, tmp_path):
 def test_after_a_signal_to_the_parent_alone_no_further_run_begins(files, tmp_path):
     """Its worker is spawned, as a study's are."""
     folder = tmp_path / "stopped"
-    process = launched(files, folder)
-    before = under_way(folder, partial(wait_for, process))
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode != 0 and under_way(folder) == before
+    run = forked(files, folder, method="spawn")
+    before = under_way(folder, run.wait_for)
+    run.kill(signal.SIGINT)
+    assert run.wait(60) != 0
+    run.wait_for_all()
+    assert under_way(folder) == before
 
 
 def under_way(folder, wait=None):
     """Return the files of runs begun and of runs ended; with wait, once one has a checkpoint."""
     if wait:
-        wait(lambda: list(folder.rglob("checkpoints/step-*")))
-    return set(folder.rglob("metrics.jsonl")), set(folder.rglob("result.json"))
+        wait(lambda: list(folder.glob(f"{RUNS}/checkpoints/step-*")))
+    return set(folder.glob(f"{RUNS}/metrics.jsonl")), set(folder.glob(f"{RUNS}/result.json"))
 
 
 def test_a_finished_study_runs_nothing(files, unbroken):

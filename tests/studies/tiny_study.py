@@ -1,11 +1,9 @@
-"""Two arms, two seeds, two steps, two rates; as a program: FILES OUT [WORKERS]."""
+"""Two arms, two seeds, two steps, two rates."""
 
-import sys
 from pathlib import Path
 
 from qerl.config import RunConfig
 from studies.common import TRAINING_CURVES, TRAINING_METRICS, claim
-from studies.run import run_study
 from studies.study import Arm, Study, StudyTask, with_fields
 from studies.training import train_job
 
@@ -45,7 +43,3 @@ def make(files: Path, template="{prompt}") -> Study:
         rates=(0.001, 0.01),
         choice_seeds=(100,),
     )
-
-
-if __name__ == "__main__":
-    run_study(make(Path(sys.argv[1])), Path(sys.argv[2]), workers=int(sys.argv[3]) if sys.argv[3:] else 1)

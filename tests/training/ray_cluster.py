@@ -9,8 +9,10 @@ from pathlib import Path
 import tiny_run
 
 SAME_PRIORITY = {"RAY_worker_niceness": "0"}  # Ray's 15 leaves its workers little of a busy machine
-ENVIRONMENT = SAME_PRIORITY | {
-    "RAY_prestart_worker_first_driver": "0",  # no idle workers
+OWN_FILES = {"RAY_TMPDIR": "/tmp"}  # Ray writes for a while after the tests, whose folder is removed
+FEW = {"RAY_prestart_worker_first_driver": "0"}  # no idle workers
+ENVIRONMENT = {
+    **(SAME_PRIORITY | OWN_FILES | FEW),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # a local cluster wants a token by default, and what joins has none
 }
@@ -36,6 +38,7 @@ def _start(owner: int) -> str:
     def work() -> None:
         import ray
 
+        os.closerange(3, 1 << 16)  # xdist waits 20 s for a process whose pipes another one has
         os.environ.update(tiny_run.child_variables() | ENVIRONMENT)
         ray.init(address="local", include_dashboard=False, num_cpus=NUM_CPUS, logging_level=logging.ERROR)
         print(ray.get_runtime_context().gcs_address)
