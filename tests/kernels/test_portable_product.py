@@ -10,7 +10,7 @@ from qerl.kernels import nvfp4_decode as op
 from qerl.kernels.architectures import ARCHITECTURES, TESTED
 from qerl.kernels.nvfp4_tile import MOST_TOKENS
 from qerl.kernels.portable_product import PortableProduct
-from qerl.kernels.portable_table import MeasuredChoice, choices_of, choose_portable_tile, merged, read
+from qerl.kernels.portable_table import MeasuredChoice, choose_portable_tile, merged, read
 from qerl.kernels.portable_tile import PortableChoice, PortableTile, candidates, rule
 from qerl.kernels.tile_layout import TileLayout
 
@@ -56,21 +56,6 @@ def test_a_table_is_read_as_it_was_written_and_the_nearest_is_chosen():
     assert read(merged(text, {"gpu": "a card"}, measured[:1])) == {"a card": tuple(measured[:1])}
     assert choose_portable_tile(8, 3584, 3584, H100, tuple(measured)) == fast.tile(8, 3584, H100)
     assert choose_portable_tile(96, 3584, 3584, H100, tuple(measured)) == rule(96, 3584, 3584, H100)
-
-
-def test_a_gpu_that_nobody_measured_takes_what_another_of_its_architecture_chose(tmp_path, monkeypatch):
-    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
-    choices_of.cache_clear()
-    h200 = choices_of("NVIDIA H200", "sm_90a")
-    assert h200 and choices_of("NVIDIA H100 80GB HBM3", "sm_90a") == h200
-    assert choices_of("NVIDIA H100 80GB HBM3", "sm_86") == ()
-    mine = [dataclasses.replace(h200[0], us=1.0)]
-    facts = {"gpu": "NVIDIA H100 80GB HBM3", "architecture": "sm_90a"}
-    (tmp_path / "portable_tile.json").write_text(merged(None, facts, mine))
-    choices_of.cache_clear()
-    assert choices_of("NVIDIA H100 80GB HBM3", "sm_90a") == tuple(mine)
-    assert choices_of("NVIDIA H200", "sm_90a") == h200
-    choices_of.cache_clear()
 
 
 def test_a_format_takes_its_own_choices():

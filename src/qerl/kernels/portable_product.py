@@ -38,8 +38,7 @@ class PortableProduct(PackedProduct[PortableTile]):
     ):
         """choose: return a tile of this layout for (M, N, K), instead of the table's or the rule's."""
         properties = torch.cuda.get_device_properties(gpu_of(device))
-        card = architecture_of(device)
-        measured = choices_of(properties.name, card.name)
+        card, measured = architecture_of(device), choices_of(properties.name)
         words = MOST_SUMS_PER_SM * properties.multi_processor_count
         by_table = partial(choose_portable_tile, card=card, measured=measured, layout=layout)
         super().__init__(device, choose or by_table, words, layout)

@@ -1,11 +1,11 @@
 """Measured tiles of the portable packed product, by GPU: the user's own first, then the package's.
 
-    portable_tile.json              of this package: for each GPU its architecture, commit, date and choices
+    portable_tile.json              of this package: for each GPU commit, date and choices
     $QERL_CACHE/portable_tile.json  what `qerl bench tune` measured on this machine
 
-A GPU in neither file uses what was measured on another of its architecture: an H100 uses an H200's. A product
-uses the choice of the nearest (N, K), by |log N / N'| + |log K / K'|, with the smallest `most_tokens` that is
-at least M, of its own layout; codes of 4 bits without any take NVFP4's. Else it takes portable_tile.rule.
+A product uses the choice of the nearest (N, K), by |log N / N'| + |log K / K'|, with the smallest
+`most_tokens` that is at least M, of its own layout; codes of 4 bits without any take NVFP4's. Else, as on a
+GPU in neither file, it takes portable_tile.rule.
 """
 
 import dataclasses
@@ -59,13 +59,10 @@ def choose_portable_tile(
 
 
 @functools.cache
-def choices_of(gpu: str, architecture: str) -> tuple[MeasuredChoice, ...]:
-    """Return what was measured on GPUs of this name, else on others of this architecture; empty if nothing
-    was."""
-    entries = [entry for text in (_own(), _packaged()) if text is not None for entry in json.loads(text)]
-    same = [entry for entry in entries if entry["gpu"] == gpu]
-    alike = [entry for entry in entries if entry.get("architecture") == architecture]
-    return next((_choices(entry) for entry in (*same, *alike)), ())
+def choices_of(gpu: str) -> tuple[MeasuredChoice, ...]:
+    """Return what was measured on GPUs of this name; empty if nothing was."""
+    tables = [read(text) for text in (_own(), _packaged()) if text is not None]
+    return next((table[gpu] for table in tables if gpu in table), ())
 
 
 def own_file() -> Path:
@@ -73,7 +70,7 @@ def own_file() -> Path:
 
 
 def read(text: str) -> dict[str, tuple[MeasuredChoice, ...]]:
-    return {entry["gpu"]: _choices(entry) for entry in json.loads(text)}
+    return {entry["gpu"]: tuple(_parsed(each) for each in entry["choices"]) for entry in json.loads(text)}
 
 
 def merged(text: str | None, facts: dict[str, str], measured: list[MeasuredChoice]) -> str:
@@ -94,10 +91,6 @@ def _flat(each: MeasuredChoice) -> dict[str, Any]:
     if each.layout is not TileLayout.NVFP4:
         sizes["layout"] = each.layout.name
     return sizes | dataclasses.asdict(each.choice)
-
-
-def _choices(entry: dict[str, Any]) -> tuple[MeasuredChoice, ...]:
-    return tuple(map(_parsed, entry["choices"]))
 
 
 def _parsed(values: dict[str, Any]) -> MeasuredChoice:

@@ -40,7 +40,7 @@ def bench(options: BenchTuneOptions) -> None:
     tuner = _Tuner(device, options.lora_rank, options.runs)
     tuner.compile(list(groups.values()), batches)
     found = [each for group in groups.values() for each in tuner.fastest(group, batches)]
-    _write(found, read_origin(allow_dirty=True), architecture_of(device).name)
+    _write(found, read_origin(allow_dirty=True))
     print(f"took {time.perf_counter() - start_s:.0f} s")
 
 
@@ -102,11 +102,11 @@ def _tokens(most: int) -> tuple[int, ...]:
     return (8, most) if most == MOST_TOKENS[0] else (most,)
 
 
-def _write(found: list[MeasuredChoice], origin: Origin, architecture: str) -> None:
+def _write(found: list[MeasuredChoice], origin: Origin) -> None:
     file = own_file()
     old = file.read_text() if file.exists() else None
-    facts = {"gpu": origin.gpu, "architecture": architecture, "commit": origin.commit or ""}
-    facts |= {"torch": origin.torch, "driver": origin.driver, "date": datetime.now(UTC).date().isoformat()}
+    facts = {"gpu": origin.gpu, "commit": origin.commit or "", "torch": origin.torch, "driver": origin.driver}
+    facts |= {"date": datetime.now(UTC).date().isoformat()}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(merged(old, facts, found))
     print(f"written to {file}. To let others use it, send this entry to the project in an issue:")
