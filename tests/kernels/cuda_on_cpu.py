@@ -218,6 +218,7 @@ COPIES = r"""
 #include "types.cuh"
 static void copy_async(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 16); }
 static u32 own_register(u32 v) { return v; }
+static u64 once_policy() { return 0; }
 static void copy_async_once(u32 to, const void* from, u64) { copy_async(to, from); }
 static void copy_async_once_if(bool is_wanted, u32 to, const void* from, u64) {
   if (is_wanted) copy_async(to, from);
@@ -231,7 +232,6 @@ static void wait_copies() {}
 MEMORY = r"""
 #pragma once
 #include "types.cuh"
-static u64 l2_evict_first() { return 0; }
 static u32 smem_u32(const void* p) { return __cvta_generic_to_shared(p); }
 static u32 load_relaxed(const u32* p) { return *p; }
 static void load_relaxed(const u32* p, u32 (&v)[2]) { memcpy(v, p, 8); }

@@ -1,10 +1,11 @@
 """The reader of cubins finds what ptxas reports when it compiles them."""
 
 import re
+import struct
 
 import pytest
 
-from benchmarks.cubin import kernels_of
+from benchmarks.cubin import _split_copies, kernels_of
 from qerl.kernels import nvrtc
 from qerl.kernels.architectures import TESTED
 from qerl.kernels.nvrtc import checked
@@ -59,3 +60,9 @@ def test_a_cubin_says_what_ptxas_says(file, defines, threads, architecture):
 def test_other_bytes_are_no_cubin():
     with pytest.raises(ValueError, match="no cubin"):
         kernels_of(b"\x7fELF but of 32 bits")
+
+
+def test_copies_to_a_split_address_are_counted_by_the_first_word_of_an_instruction():
+    """As disassembled: LDGSTS.E.BYPASS.128 [R163+UR8], desc[UR9][R6.64] and the same to [R7]."""
+    split, whole = (0x0000000006A37DAE, 0x0003E2200B901C48), (0x0000000008077FAE, 0x0003E2000B901DAE)
+    assert _split_copies(struct.pack("<8Q", *split, *whole, *split, *whole)) == 2

@@ -109,7 +109,9 @@ def on_gpu(tensors):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("M", "K", "R"), (*op.CASES, (5, 5120, 112), (130, 3584, 32), (9, 29568, 32)))
+@pytest.mark.parametrize(
+    ("M", "K", "R"), (*op.CASES, (5, 5120, 112), (130, 3584, 32), (256, 18944, 32), (9, 29568, 32))
+)
 def test_no_less_exact_than_torch(M, K, R, kernels, rng):
     h, weight, noise, a = on_gpu(case(M, K, R, rng))
     truth = op.reference(h, weight, noise, EPS, a, SCALING)
@@ -125,7 +127,9 @@ def test_no_less_exact_than_torch(M, K, R, kernels, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("M", "K", "R"), (*op.CASES, (5, 5120, 112), (130, 3584, 32), (9, 29568, 32)))
+@pytest.mark.parametrize(
+    ("M", "K", "R"), (*op.CASES, (5, 5120, 112), (130, 3584, 32), (256, 18944, 32), (9, 29568, 32))
+)
 @pytest.mark.parametrize("with_table", [False, True])
 def test_without_clusters_the_bits_are_the_same(M, K, R, with_table, both, rng):
     """Twice, so that the second launch finds what the first has left in the counters and the sums."""

@@ -113,7 +113,7 @@ __device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int ti
   constexpr int PIECES = ROW_BYTES / 16, ROWS = 32 / PIECES;
   const int lane = threadIdx.x, piece = lane % PIECES;
   const u32 to_k = own_register(smem_u32(to.k)), to_v = to_k + TILE * ROW_BYTES;
-  const u64 evict_first = l2_evict_first();
+  const u64 policy = once_policy();
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
     const int slot = __shfl_sync(ALL_LANES, u.slot, tile * HALVES + half);
@@ -126,8 +126,8 @@ __device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int ti
     for (int row0 = 0; row0 < 16; row0 += ROWS) {
       const int row = row0 + lane / PIECES, to_row = half * 16 + row;
       const size_t at = from + (size_t)row * (KV_HEADS * ROW_BYTES);
-      copy_async_once(to_k + swizzled(to_row, piece), p.k + at, evict_first);
-      copy_async_once(to_v + swizzled(to_row, piece), p.v + at, evict_first);
+      copy_async_once(to_k + swizzled(to_row, piece), p.k + at, policy);
+      copy_async_once(to_v + swizzled(to_row, piece), p.v + at, policy);
     }
 #if FP8
     const size_t at = (size_t)(slot + lane % 16) * KV_HEADS + u.head;

@@ -58,9 +58,10 @@ struct Filler {
     const u8* source = w + (size_t)tile * ((size_t)(fresh(K) / 64) * TILE_BYTES) + (size_t)at.kb * W_SEG + piece * 16;
     const u32 target = own_register(stage) + X_STAGE + (segment * PIECES + piece) * 16;
     const bool is_there = is_wanted && (SEGMENTS == 1 || tile < N / 64);
+    const u64 policy = once_policy();
 #pragma unroll
     for (int i = 0; i < W_COPIES; i++)
-      if (i >= from && i < to) copy_async_once_if((i + 1) * EACH <= PIECES ? is_there : is_there && i * EACH + piece < PIECES, target + i * EACH * 16, source + i * EACH * 16, l2_evict_first());
+      if (i >= from && i < to) copy_async_once_if((i + 1) * EACH <= PIECES ? is_there : is_there && i * EACH + piece < PIECES, target + i * EACH * 16, source + i * EACH * 16, policy);
   }
   // Copies [from, to) of the X_COPIES. The eight pieces of a line are permuted by the token, so that ldmatrix reads eight tokens without
   // conflicts. Nothing is copied for tokens past the last, whose sums are not stored.
