@@ -115,6 +115,21 @@ def test_two_ranks_have_an_endpoint_each_and_make_the_same_episodes(files, unbro
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_ray_worker_has_an_endpoint_and_makes_the_same_episodes(files, unbroken, ray_address):
+    """Step 1 is requested with the version that step 0 learns from."""
+    out = files / "ray"
+    more = ("--num-steps", "2", "--ray", ray_address, "--ray.max-staleness", "1")
+    finish(tiny_run.started(*arguments(files, out, *more)))
+    assert len(metrics(out)) == 2 and first_step(out) == first_step(unbroken)
+    assert [step["staleness"] for step in metrics(out)] == [0, 1]
+    ours, theirs = metrics(out)[0], metrics(unbroken)[0]
+    for name in ("reward", "turns", "sampled_tokens", "num_failed_episodes", "agent_even"):
+        assert ours[name] == theirs[name]
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert "raised ValueError: agent: ValueError: seven" in (out / "events.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("more", "line"),
     [

@@ -24,7 +24,7 @@ from qerl.training.rollout import agent_metrics
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 NUM_PAGES = 40
-NUM_LONG = 8
+NUM_LONG = 10
 SLEEP_S = 0.4
 WAITING = []  # in the agents' process
 
@@ -113,8 +113,8 @@ def counted():
 
 @pytest.fixture(scope="module")
 def played(model, counted):
-    """The samples of 120 episodes."""
-    rows = [{"index": i} for i in range(30)]
+    """The samples of 200 episodes."""
+    rows = [{"index": i} for i in range(50)]
     with playing(model, with_tools, max_concurrent=256) as play, counted.counting():
         groups = play(*rows, num_samples=4, max_tokens=64)
     return [s for group in groups for s in group.samples_G]
@@ -126,8 +126,8 @@ def test_pages_run_out_are_given_up_and_are_used_again(played, counted):
         for sample in played
         for part in sample.episode.parts
     ]
-    assert sum(num_tokens) / 16 > 12 * NUM_PAGES  # all conversations together have no place
-    assert counted.num_allocated > 12 * NUM_PAGES and counted.fewest_free <= 1
+    assert sum(num_tokens) / 16 > 20 * NUM_PAGES  # all conversations together have no place
+    assert counted.num_allocated > 20 * NUM_PAGES and counted.fewest_free <= 1
     assert len(counted.preempted) > 4
 
 
@@ -140,7 +140,7 @@ def test_kept_pages_are_given_up_and_no_request_waits_for_them(played, counted):
 def test_no_episode_waits_for_the_tools_of_others(played):
     samples = played
     beside = [s.episode.metrics["beside"] for s in samples if s.failure is None]
-    assert len(samples) == 120 and max(beside) > 4
+    assert len(samples) == 200 and max(beside) > 4
     assert {s.failure and s.failure[0] for s in samples} == {None, "raised RuntimeError"}
     assert sum(s.failure is not None for s in samples) == 4  # its own episodes only
 
@@ -165,8 +165,8 @@ def test_what_is_recorded_under_page_pressure_is_whole(played, counted, model):
 def test_metrics_tell_of_turns_tools_and_waiting(played):
     samples = [dataclasses.replace(s, reward=None if s.failure else 1.0) for s in played]
     metrics = agent_metrics(samples)
-    assert metrics["turns"] == (2 * 116 + 4) / 120 and metrics["num_failed_episodes"] == 4
-    assert (metrics["tool_calls"], metrics["tool_failures"]) == (116, 4)
+    assert metrics["turns"] == (2 * 196 + 4) / 200 and metrics["num_failed_episodes"] == 4
+    assert (metrics["tool_calls"], metrics["tool_failures"]) == (196, 4)
     assert metrics["learned_tokens"] == sum(len(s.logprobs_T) for s in samples if s.reward is not None) > 0
     assert 0 < metrics["waiting_share"] < 1
 

@@ -20,14 +20,14 @@ def recordings(files, tmp_path_factory):
 
 def test_after_a_power_cut_at_any_write_a_run_goes_on_from_what_it_had_saved(recordings, tmp_path):
     num_operations = sum(recording.num_cuts for recording in recordings)
-    num_each, num_tried, found = max(1.0, 505 / num_operations), 0, []
+    num_each, num_tried, found = max(1.0, 1005 / num_operations), 0, []
     with crashes.quick():
         for recording in recordings:
             for name, out, declared in crashes.cut_points(recording, tmp_path, num_each, seed=0):
                 num_tried += 1
                 if what := crashes.wrong(recording, out, declared):
                     found.append(f"{name}: {what}")
-    assert num_tried >= 500 and not found, (len(found), found[:5])
+    assert num_tried >= 1000 and not found, (len(found), found[:5])
 
 
 def test_a_run_that_goes_on_after_a_power_cut_is_the_uninterrupted_one(files, recordings, tmp_path):

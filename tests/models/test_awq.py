@@ -102,11 +102,7 @@ def test_a_folded_norm_is_stored_in_bfloat16_without_rounding(checkpoint):
 
 @pytest.mark.parametrize(
     ("checkpoint", "format", "scales"),
-    [
-        ("qwen2", "nvfp4", least_squares),
-        ("llama", "mxfp4", least_squares),
-        ("llama", "nvfp4", default_scales),
-    ],
+    [(*each, least_squares) for each in FORMATS_OF_FAMILIES] + [(*FORMATS_OF_FAMILIES[0], default_scales)],
     indirect=["checkpoint"],
 )
 def test_each_group_errs_no_more_than_with_plain_rounding(checkpoint, format, scales):

@@ -144,7 +144,7 @@ def test_math_runs_in_a_worker_and_is_killed_when_it_does_not_end(pool):
     import math_verify  # here, as a worker that is forked later need not: its deadline counts that too
 
     assert math_verify
-    one = pool(rewards=("math",), reward_timeout_s=2.0)
+    one = pool(rewards=("math",), reward_timeout_s=3.0)
     assert one.score([group(r"\boxed{\frac{1}{2}}", "$9^{9^{9^{9}}}$", "0.4", answer="0.5")])[0][::2] == [
         1.0,
         0.0,

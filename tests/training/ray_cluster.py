@@ -8,11 +8,12 @@ from pathlib import Path
 
 import tiny_run
 
-SAME_PRIORITY = {"RAY_worker_niceness": "0"}  # Ray's 15 leaves its workers little of a busy machine
-OWN_FILES = {"RAY_TMPDIR": "/tmp"}  # Ray writes for a while after the tests, whose folder is removed
-FEW = {"RAY_prestart_worker_first_driver": "0"}  # no idle workers
-ENVIRONMENT = {
-    **(SAME_PRIORITY | OWN_FILES | FEW),
+OF_A_RUN = {
+    "RAY_worker_niceness": "0",  # Ray's 15 leaves its workers little of a busy machine
+    "RAY_TMPDIR": "/tmp",  # Ray writes for a while after the tests, whose folder is removed
+    "RAY_prestart_worker_first_driver": "0",  # no idle workers
+}
+ENVIRONMENT = OF_A_RUN | {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # a local cluster wants a token by default, and what joins has none
 }

@@ -25,7 +25,7 @@ from qerl.training.ray_engine import Cluster, check_reachable, join_cluster, wit
 from qerl.training.ray_worker import PublishedPolicy, Worker
 from qerl.training.replayed_batch import Draw
 from qerl.types import Prompt, Sampling
-from training.ray_cluster import FEW, OWN_FILES, SAME_PRIORITY
+from training.ray_cluster import OF_A_RUN
 
 ray = pytest.importorskip("ray")
 SLOW = """
@@ -91,9 +91,7 @@ def files(tmp_path_factory):
 
 def start(files, out, *more):
     given = [*tiny_run.options(files, out), "--model.device", "cpu", *more]
-    return tiny_run.started(
-        *tiny_run.QERL, "train", "demo", *given, environment=SAME_PRIORITY | OWN_FILES | FEW
-    )
+    return tiny_run.started(*tiny_run.QERL, "train", "demo", *given, environment=OF_A_RUN)
 
 
 def finish(files, out, *more):
