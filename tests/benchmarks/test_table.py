@@ -134,8 +134,8 @@ def test_every_committed_row_is_of_a_clean_commit():
 def test_a_step_is_a_line_and_one_that_failed_names_the_error():
     text = step_tables([step(**TAKEN), step(batch=64, error="OutOfMemoryError: CUDA out of memory.")])
     start = "| qwen2.5-7b | qerl-nvfp4 | 32 |"
-    assert f"{start} 8 x 1,024 | none | bf16 | bf16 | hopper | no | 3.21 | 2.50 | 0.70 | 15.0 |" in text
-    assert f"{start} 64 x 1,024 | none | bf16 | bf16 | hopper | no |  |  |  | OutOfMemoryError |" in text
+    assert f"{start} 8 x 1,024 | none | bf16 | bf16 | hopper | 2 | no | 3.21 | 2.50 | 0.70 | 15.0 |" in text
+    assert f"{start} 64 x 1,024 | none | bf16 | bf16 | hopper | 2 | no |  |  |  | OutOfMemoryError |" in text
 
 
 def test_times_of_fewer_than_three_steps_are_not_measured():
@@ -151,14 +151,34 @@ def test_memory_is_shown_by_step_and_growth_over_at_least_three(steps, growth):
     )
 
 
+UPDATE = {"bench": "learn", "shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "lora_rank": 32, "runs": 3}
+UPDATE |= {
+    "tokens": 8192,
+    "sequence_tokens": 2048,
+    "micro_tokens": 8192,
+    "mfu": 0.666,
+    "peak_gb": 11.14,
+} | ORIGIN
+
+
 def test_an_update_is_a_line():
-    row = {"bench": "learn", "shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "lora_rank": 32}
-    row |= {"recompute": "layer", "tokens": 8192, "sequence_tokens": 2048, "micro_tokens": 8192}
-    figures = {"tok_per_s": 12403.0, "mfu": 0.666, "peak_gb": 11.14, "used_micro_tokens": 4096, "runs": 3}
-    text = learn_tables([row | figures | ORIGIN])
-    assert "| qwen2.5-7b | qerl-nvfp4 | 32 | layer | 4 x 2,048 | 4,096 | 12,403 | 67% | 11.1 |" in text
-    text = learn_tables([row | {"error": "UserError: too little", "mfu": None} | ORIGIN])
-    assert "| layer | 4 x 2,048 | 8,192 |  |  | UserError |" in text
+    row = UPDATE | {"recompute": "layer", "tok_per_s": 12403.0, "used_micro_tokens": 4096}
+    text = learn_tables([row])
+    assert "| qwen2.5-7b | qerl-nvfp4 | 32 | layer | 4 x 2,048 | 2 | 4,096 | 12,403 | 67% | 11.1 |" in text
+    del row["tok_per_s"], row["used_micro_tokens"], row["peak_gb"]
+    text = learn_tables([row | {"error": "UserError: too little", "mfu": None}])
+    assert "| layer | 4 x 2,048 | 2 | 8,192 |  |  | UserError |" in text
+
+
+def test_updates_with_flash_attention_4_and_2_stand_apart():
+    older = UPDATE | {"recompute": "none", "tok_per_s": 510.0}
+    newer = older | {"flash_attention": 4, "tok_per_s": 900.0}
+    lines = [line.split(" | ") for line in learn_tables([newer, older]).splitlines()[5:7]]
+    assert [(line[5], line[7]) for line in lines] == [("4", "900"), ("2", "510")]
+    bf16 = older | {"provider": "qerl-bf16", "tok_per_s": 500.0}
+    for rows in ([bf16, older, newer], [bf16, newer, older], [newer, bf16, older]):
+        text = speed_table(rows)
+        assert "1.02x" in text and "1.80x" not in text
 
 
 def test_parity_gives_the_target_entropy_and_the_measured_one():

@@ -73,6 +73,11 @@ def flash_attention_4(
     return o_TNH
 
 
+def version_used() -> int:
+    """Return 4 if this process has imported FlashAttention 4 to compute attention, else 2."""
+    return 4 if _function.cache_info().currsize and _function() else 2
+
+
 @functools.cache
 def _is_installed() -> bool:
     """True if the files are there. The package reads its switches when it is imported, so this must not."""

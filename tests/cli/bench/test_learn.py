@@ -1,6 +1,7 @@
 """The learner's benchmark on a tiny decoder."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from cli.bench.test_record import ORIGIN
 from qerl.cli.bench import learn
 from qerl.cli.bench.options import BenchLearnOptions
 from qerl.errors import UserError
+from qerl.kernels import flash_attention_4
 from qerl.models import mixture
 from qerl.models.random_weights import SHAPES, random_decoder
 
@@ -97,3 +99,13 @@ def test_sequences_and_splits_must_come_out_even():
     with pytest.raises(UserError, match="multiple of micro_batches x sequence_tokens, got 8192 for 8 x 2048"):
         BenchLearnOptions(micro_batches=(1, 8))
     BenchLearnOptions(micro_batches=(1, 8), sequence_tokens=1024)
+
+
+def test_a_row_names_the_flash_attention_that_was_imported(monkeypatch):
+    assert flash_attention_4.version_used() == 2
+    asked = functools.cache(lambda: len)
+    monkeypatch.setattr(flash_attention_4, "_function", asked)
+    assert flash_attention_4.version_used() == 2  # there, but nothing has asked for it
+    asked()
+    row = learn.measure_case(case(), random_decoder(TINY, format="bf16", rank=16, device=CPU, seed=0), 1)
+    assert row["flash_attention"] == 4

@@ -7,7 +7,8 @@
 Frozen weights have no gradient of their own, so one forward and one backward pass take 4 P operations a
 token. Every sequence is packed as a one-token prompt and a sample. Figures are medians of the runs, after
 a warm-up step that compiles kernels. A mixture's samples have recorded routes, as the engine's samples have
-(row: replayed_routes); here they are random, and evenly spread.
+(row: replayed_routes); here they are random, and evenly spread. flash_attention: the version that computes
+attention of packed rows, where FlashAttention does.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from qerl.cli.bench.options import BenchLearnOptions
 from qerl.cli.bench.record import Origin, RowWriter, row_writer
 from qerl.cli.bench.roofline import LIMITS
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
+from qerl.kernels.flash_attention_4 import version_used
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
@@ -95,6 +97,7 @@ def measure_case(case: LearnCase, decoder: Decoder, runs: int) -> dict[str, Any]
         "peak_gb": meter.peak_gb(),
         "used_micro_tokens": metrics["micro_tokens"],
         "runs": runs,
+        "flash_attention": version_used(),
         **({} if decoder.architecture.mixture is None else {"replayed_routes": True}),
     }
 

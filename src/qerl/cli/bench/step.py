@@ -34,6 +34,7 @@ from qerl.cli.bench.options import BenchStepOptions
 from qerl.cli.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
+from qerl.kernels.flash_attention_4 import version_used
 from qerl.learner import Learner
 from qerl.learner.distributed import ALONE, Ranks, join_ranks
 from qerl.learner.plan import memory as plan
@@ -132,6 +133,7 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
         "used_micro_tokens": each[-1]["used_micro_tokens"],
         "holds_operands": learner.holds_operands,
         "kernels": engine.kernels,
+        "flash_attention": version_used(),
         "steps": steps,
         **({} if ranks.count == 1 else {"gpus": ranks.count, **ranks.take_traffic()}),
     }
