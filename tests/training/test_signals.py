@@ -3,6 +3,7 @@
 import io
 import signal
 import threading
+import time
 
 import pytest
 from rich.console import Console
@@ -52,6 +53,35 @@ def test_a_second_signal_ends_the_run_and_its_first_was_told():
     assert ended.value.code == 143 and len(told) == 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
+
+
+def test_a_signal_within_the_handler_of_another_is_not_a_second_first_one(monkeypatch):
+    """torchrun's copy of a signal may arrive before the handler of the first has noted it."""
+    now, told = time.monotonic, []
+    stop = StopSignal(told.append, echo_s=2.0)
+
+    def interrupted() -> float:
+        monkeypatch.setattr(time, "monotonic", now)
+        signal.raise_signal(signal.SIGTERM)
+        return now()
+
+    monkeypatch.setattr(time, "monotonic", interrupted)
+    with stop.handling(), stop.deferred():
+        signal.raise_signal(signal.SIGTERM)
+    assert len(told) == 1 and stop.requested == signal.SIGTERM
+
+
+def test_a_signal_soon_after_a_request_is_its_echo_whenever_the_first_one_came():
+    """A rank that ends after a long step makes torchrun signal the others."""
+    stop = StopSignal(lambda line: None, echo_s=0.2)
+    with stop.handling(), stop.deferred():
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        stop.request(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_console_that_is_gone_does_not_end_the_run():

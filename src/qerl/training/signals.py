@@ -29,12 +29,15 @@ class StopSignal:
     def __init__(self, announce: Callable[[str], None], *, echo_s: float = 0.0):
         """announce: called in a thread. echo_s: a signal within so many seconds of the first is the same one,
         forwarded by a launcher."""
-        self.requested: int | None = None
-        """Number of the received signal; None before one arrives."""
         self._announce, self._echo_s = announce, echo_s
-        self._requested_at = 0.0
+        self._first: dict[str, tuple[int, float]] = {}
         self._is_deferring = False
         self._received: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # its put may be interrupted
+
+    @property
+    def requested(self) -> int | None:
+        """Number of the first signal; None before one arrives."""
+        return self._first["signal"][0] if self._first else None
 
     @property
     def exit_code(self) -> int:
@@ -68,14 +71,21 @@ class StopSignal:
             self._is_deferring = False
 
     def request(self, number: int) -> None:
-        """Act as if the signal had arrived now, deferred."""
-        self.requested, self._requested_at = number, time.monotonic()
+        """Act as if the first signal had arrived now, deferred."""
+        self._first["signal"] = number, time.monotonic()
+
+    def _note(self, number: int) -> tuple[bool, float]:
+        """Return whether this signal is the first, and the first one's age in seconds.
+
+        A handler may run within another: `setdefault` is one step, so only one of them is first."""
+        own = number, time.monotonic()
+        first = self._first.setdefault("signal", own)
+        return first is own, own[1] - first[1]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        is_first = self.requested is None
-        if not is_first and time.monotonic() - self._requested_at < self._echo_s:
+        is_first, age_s = self._note(number)
+        if not is_first and age_s < self._echo_s:
             return
-        self.request(number)
         if not (is_first and self._is_deferring):
             raise SystemExit(128 + number)
         self._received.put(number)
