@@ -87,6 +87,37 @@ def step_tables(rows: list[Row]) -> str:
     return _lists(rows, "step", title, _STEP)
 
 
+def rollout_tables(rows: list[Row]) -> str:
+    title = (
+        "**Sampling of a whole step, {gpu}**: random weights, prompts of 256 tokens with 8 samples each,"
+        " prefill included; lengths are the same in every run. First s: in a fresh process, with compiling"
+        " and recording graphs; again s: median of at least 3 runs. Floor: the limit of memory bandwidth and"
+        " matrix rate for these very steps. Below 8: seconds with fewer than 8 samples left."
+    )
+    columns: Columns = {
+        "shape": lambda row: row["shape"],
+        "weights": lambda row: row["provider"],
+        "samples": lambda row: f"{row['num_samples']:,}",
+        "lengths": _lengths,
+        "at once": lambda row: f"{row['rows']:,}",
+        "KV": lambda row: row["kv"],
+        "kernels": lambda row: row["kernels"],
+        "first s": lambda row: f"{row['first_s']:.1f}",
+        "again s": lambda row: _median(row, "call_s", ".1f"),
+        "tokens/s": lambda row: _median(row, "tok_per_s", ",.0f"),
+        "of the floor": lambda row: f"{row['floor_fraction']:.0%}" if row.get("floor_head") else "",
+        **{f"below {n}": lambda row, n=n: f"{row[f'tail_{n}_s']:.1f}" for n in (8, 16, 32)},
+        "peak GB": lambda row: f"{row['peak_gb']:.1f}",
+    }
+    return _lists(rows, "rollout", title, columns)
+
+
+def _lengths(row: Row) -> str:
+    if row["lengths"] == "constant":
+        return f"{row['median_tokens']:,} each"
+    return f"median {row['median_tokens']:,}, sigma {row['sigma']:g}, at most {row['max_tokens']:,}"
+
+
 def memory_tables(rows: list[Row]) -> str:
     title = (
         "**Memory of consecutive steps, {gpu}**: the first step warms up; growth is the last peak minus the"
@@ -245,6 +276,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "linears": linear_tables,
     "update": learn_tables,
     "step": step_tables,
+    "rollout": rollout_tables,
     "memory": memory_tables,
     "many-gpus": many_tables,
     "parity": parity_tables,

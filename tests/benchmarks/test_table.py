@@ -11,6 +11,7 @@ from benchmarks.table import (
     linear_tables,
     memory_tables,
     parity_tables,
+    rollout_tables,
     step_tables,
 )
 from qerl.cli.bench.record import RESULTS, ROOT
@@ -179,6 +180,37 @@ def test_updates_with_flash_attention_4_and_2_stand_apart():
     for rows in ([bf16, older, newer], [bf16, newer, older], [newer, bf16, older]):
         text = speed_table(rows)
         assert "1.02x" in text and "1.80x" not in text
+
+
+def test_a_rollout_names_its_lengths_and_an_older_floor_is_not_shown():
+    row = {
+        "bench": "rollout",
+        "shape": "qwen2.5-7b",
+        "provider": "qerl-nvfp4",
+        "kv": "bf16",
+        "kernels": "hopper",
+    }
+    row |= {
+        "lengths": "log-normal",
+        "median_tokens": 600,
+        "sigma": 0.8,
+        "max_tokens": 4096,
+        "num_samples": 256,
+    }
+    row |= {
+        "rows": 256,
+        "first_s": 19.54,
+        "call_s": 16.5,
+        "tok_per_s": 12871.5,
+        "floor_fraction": 0.43,
+        "runs": 3,
+    }
+    row |= {"tail_8_s": 3.61, "tail_16_s": 5.04, "tail_32_s": 6.72, "peak_gb": 68.32} | ORIGIN
+    equal = row | {"lengths": "constant", "median_tokens": 8192, "floor_head": "bf16", "runs": 2}
+    text = rollout_tables([row, equal])
+    lengths = "| 256 | median 600, sigma 0.8, at most 4,096 | 256 | bf16 | hopper"
+    assert f"{lengths} | 19.5 | 16.5 | 12,872 |  | 3.6 | 5.0 | 6.7 | 68.3 |" in text
+    assert "| 8,192 each | 256 | bf16 | hopper | 19.5 | not measured | not measured | 43% |" in text
 
 
 def test_parity_gives_the_target_entropy_and_the_measured_one():
