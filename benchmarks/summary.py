@@ -8,10 +8,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-from benchmarks.rows import NOT_MEASURED, OLDER, Row, gpu_name, has_enough_runs, markdown
+from benchmarks.rows import NOT_MEASURED, Row, gpu_name, has_enough_runs, markdown
 
 _SAME = ("kv_gb", "micro_tokens", "optimizer", "head", "group_size", "prompt_tokens", "recompute")
-_SAME += ("flash_attention",)
 """Fields, besides those of a Line, that both rows of a line agree in."""
 _SIDES = ("qerl-nvfp4", "qerl-bf16")
 _MODES = (False, True)
@@ -125,14 +124,10 @@ def _pair(rows: list[Row], name: str, values: tuple[object, object]) -> tuple[Ro
     """
     first, second = ([row for row in rows if row.get(name, False) == value] for value in values)
     both = itertools.product(first, second)
-    pairs = [pair for pair in both if all(_value(pair[0], k) == _value(pair[1], k) for k in _SAME)]
+    pairs = [pair for pair in both if all(pair[0].get(k) == pair[1].get(k) for k in _SAME)]
     if pairs:
         return next((pair for pair in reversed(pairs) if pair[0]["commit"] == pair[1]["commit"]), pairs[-1])
     return (first[-1] if first else None, None) if first else (None, second[-1] if second else None)
-
-
-def _value(row: Row, name: str) -> object:
-    return row.get(name, OLDER.get(name))
 
 
 def _ratio(figure: str, values: list[float | None]) -> str:
