@@ -1,12 +1,10 @@
 """Branches (DEEP-GRPO) on two ranks and in Ray's workers are those of one process. A worker that dies while
 it branches loses nothing, and a run goes on with the tries of its pivots."""
 
-import os
-import re
 import signal
 
 import pytest
-from test_ray_engine import OWN, SLOW, TWO, assert_alike
+from test_ray_engine import OWN, SLOW, TWO, assert_alike, lose_second_sampler
 from test_session import wait_for_steps
 
 import tiny_run
@@ -193,12 +191,7 @@ def test_single_turns_are_branched_by_workers_with_the_newest_policy(files, ray_
     assert {(s["step"], s["version"]) for s in lines if "prefix_tokens" not in s} == {(0, 0), (1, 0), (2, 1)}
     out = tmp_path / "broken"
     process = start(files, out, *more, "--task.rewards", f"{files / 'slow.py'}:even")
-    wait_for_steps(process, out, 1)
-    pids = re.findall(r"sampler \d is process (\d+)", (out / "events.jsonl").read_text())
-    os.kill(int(pids[1]), signal.SIGKILL)
-    (files / "gone").touch()
-    _, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr
+    lose_second_sampler(process, files, out)
     assert sum(m["replaced_samplers"] for m in read_lines(out / "metrics.jsonl")) == 1
     assert (out / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 

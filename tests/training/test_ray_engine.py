@@ -89,6 +89,16 @@ def files(tmp_path_factory):
     return folder
 
 
+def lose_second_sampler(process, files, out):
+    """Kill it after the first step, end the slow reward, and let the run end."""
+    wait_for_steps(process, out, 1)
+    pids = re.findall(r"sampler \d is process (\d+)", (out / "events.jsonl").read_text())
+    os.kill(int(pids[1]), signal.SIGKILL)
+    (files / "gone").touch()
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+
+
 def start(files, out, *more):
     given = [*tiny_run.options(files, out), "--model.device", "cpu", *more]
     return tiny_run.started(*tiny_run.QERL, "train", "demo", *given, environment=OF_A_RUN)
@@ -131,12 +141,7 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_drawn_twice(files,
     out = tmp_path / "broken"
     slowly = ("--task.rewards", f"{files / 'slow.py'}:even")
     process = start(files, out, *given, *slowly)
-    wait_for_steps(process, out, 1)
-    pids = re.findall(r"sampler \d is process (\d+)", (out / "events.jsonl").read_text())
-    os.kill(int(pids[1]), signal.SIGKILL)
-    (files / "gone").touch()
-    _, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr
+    lose_second_sampler(process, files, out)
     assert (out / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     own = ("replaced_samplers", "resampled_prompts")
     assert untimed(out, *own) == untimed(whole, *own)
