@@ -165,6 +165,16 @@ def test_a_newest_checkpoint_that_is_gone_is_told(files, unbroken, half):
     assert_same_run(out, unbroken[0])
 
 
+def test_steps_done_again_after_the_last_evaluation_leave_the_unbroken_run(files, unbroken, tmp_path):
+    """Its result is lost and so is its last checkpoint: the evaluation after training is of steps to come."""
+    out = tmp_path / "run"
+    shutil.copytree(unbroken[0], out)
+    (out / "result.json").unlink()
+    shutil.rmtree(out / "checkpoints" / "step-000006")
+    assert "the one after step 4 is used" in finish(files, out)
+    assert_same_run(out, unbroken[0])
+
+
 def test_a_finished_run_without_checkpoints_is_not_given_more_steps_from_the_first_on(
     files, unbroken, tmp_path
 ):

@@ -154,6 +154,20 @@ def check_vanished(config: RunConfig, folder: Path, journal: Journal | NullJourn
     journal.notice(f"{gone}; " + (f"the one after step {newest} is used" if newest else "starting again"))
 
 
+def kept_evaluations(
+    evaluations: dict[str, Any], first_step: int, config: RunConfig, journal: Journal | NullJournal
+) -> dict[str, Any]:
+    """Return the evaluations with which a run goes on: before the first step none, as they belong to an
+    earlier config. That after training has the number of its steps in its name if the run is given more of
+    them, and is dropped if steps before it are done again, as a later checkpoint is gone."""
+    kept = dict(evaluations) if first_step else {}
+    if first_step < config.num_steps and "after" in kept:
+        after = kept.pop("after")
+        if journal.last_saved <= first_step:
+            kept[f"after_{first_step}_steps"] = after
+    return kept
+
+
 def _away_text(folder: Path, place: Path | None, next_step: int) -> str:
     if place is None:
         return (

@@ -49,7 +49,7 @@ from qerl.training.policy import check_supported, check_task, load_sampler, load
 from qerl.training.ray_engine import Cluster, RemoteEngine, join_cluster
 from qerl.training.ray_worker import Episodes, MakeEpisodes
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
-from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
+from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result, kept_evaluations
 from qerl.training.signals import StopSignal, echo_s
 from qerl.training.teacher import Teacher, check_teacher, load_teacher, teacher_sources
 from qerl.types import RolloutEngine, Sampling
@@ -260,15 +260,14 @@ class _Session:
             self.rollouts.load(found.extra.get("begun"))
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
+        kept = kept_evaluations(self.evaluations, first_step, self.config, self.journal)
         self.journal.resume(first_step)
         self._first_step = first_step
         self.sampler.publish(self.learner.version)
         if first_step and self.prompts and "before" not in self.evaluations:
             self.journal.notice("evaluations.json has no evaluation from before the first step")
-        if first_step == 0:
-            self.evaluations = {}  # any that exist belong to an earlier config
-        elif first_step < self.config.num_steps and "after" in self.evaluations:  # it is given more steps
-            self.evaluations[f"after_{first_step}_steps"] = self.evaluations.pop("after")
+        if self.evaluations != kept:
+            self.evaluations = kept
             self.write_evaluations()
         return first_step
 

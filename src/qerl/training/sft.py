@@ -40,7 +40,7 @@ from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import load_sampler
-from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
+from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result, kept_evaluations
 from qerl.training.signals import StopSignal, echo_s
 from qerl.types import Sampling
 
@@ -169,7 +169,6 @@ class _SftSession:
         first_step = self.resume()
         self.observer.begin(first_step)
         if first_step == 0:
-            self.losses = {}
             self.evaluate("before")
         self.ranks.take_traffic()  # that of a step begins with it
         with self.stop.deferred(), self.checkpoints:
@@ -254,8 +253,7 @@ class _SftSession:
         if found is None and self.config.adapter.init_from is not None:
             load_adapter(self.decoder, read_adapter(self.config.adapter.init_from, self.config.adapter))
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
-        if first_step < self.config.num_steps and "after" in self.losses:  # it is given more steps
-            self.losses[f"after_{first_step}_steps"] = self.losses.pop("after")
+        self.losses = kept_evaluations(self.losses, first_step, self.config, self.journal)
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
