@@ -24,6 +24,7 @@ from qerl.config.cache import cache_folder
 
 SHIM = r"""
 #include <math.h>
+#include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -41,7 +42,7 @@ struct float4 { float x, y, z, w; };
 struct float2 { float x, y; };
 struct Index { int x; };
 static Index threadIdx, blockIdx, gridDim;
-struct Fiber { ucontext_t context; int index; bool has_ended; };
+struct Fiber { ucontext_t context; jmp_buf place; bool has_begun, has_ended; };
 static Fiber fibers[1024];
 static int num_fibers;
 static void yield() {
@@ -50,7 +51,10 @@ static void yield() {
   do to = (to + 1) % num_fibers;
   while (to != from && fibers[to].has_ended);
   threadIdx.x = to;
-  if (to != from) swapcontext(&fibers[from].context, &fibers[to].context);
+  if (to == from || _setjmp(fibers[from].place)) return;
+  if (fibers[to].has_begun) _longjmp(fibers[to].place, 1);  // setcontext() makes a system call
+  fibers[to].has_begun = true;
+  setcontext(&fibers[to].context);
 }
 struct Barrier {
   int count, arrived, turn;
@@ -154,11 +158,12 @@ extern "C" void run(const Operands* operands, int grid, int threads) {
     block = {threads};
     for (int w = 0; w < threads / 32; w++) warps[w] = {32};
     for (int t = 0; t < threads; t++) {
-      fibers[t].has_ended = false;
+      fibers[t].has_begun = fibers[t].has_ended = false;
       getcontext(&fibers[t].context);
       fibers[t].context.uc_stack = {stacks + t * stack_bytes, 0, stack_bytes};
       makecontext(&fibers[t].context, run_fiber, 0);
     }
+    fibers[0].has_begun = true;
     swapcontext(&host, &fibers[0].context);
   }
   free(stacks);
