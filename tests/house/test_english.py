@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 SRC = Path(__file__).parents[2] / "src" / "qerl"
 OPENINGS = re.compile(r"\s*(Of|What|Whether|How|Who|Whose|Where|When|Why)\b")
 
@@ -20,9 +18,9 @@ def riddles(source: str) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
-def test_docstrings_name_their_subject_first(path):
-    assert riddles(path.read_text()) == []
+def test_docstrings_name_their_subject_first():
+    found = {path: riddles(path.read_text()) for path in SRC.rglob("*.py")}
+    assert len(found) > 400 and not {str(path): lines for path, lines in found.items() if lines}
 
 
 def test_a_docstring_below_a_field_is_found_too():

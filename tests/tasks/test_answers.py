@@ -63,9 +63,8 @@ def summary(math_verify: Mapping[str, int]) -> str:
     )
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row['expected']} {row['given']}")
-def test_the_grader_says_what_mathematics_says(row):
-    assert ours(row["expected"], row["given"]) == (row["verdict"] == "equal")
+def test_the_grader_says_what_mathematics_says():
+    assert not [row for row in rows() if not is_right(ours, row)]
 
 
 def test_the_table_is_large_and_has_both_verdicts_of_every_kind():

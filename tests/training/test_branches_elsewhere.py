@@ -57,21 +57,13 @@ class Game:
         reward = float(len(completion) % 2) if self.turns == 3 else 0.0
         return [{{"role": "tool", "content": str(self.random.randrange(10))}}], reward, self.turns == 3
 """
-AGENT = f"""{KILL}
-
-played = 0
-
-
+AGENT = """
 async def agent(client, row, seed):
-    global played
-    played += 1
-    messages, said = [{{"role": "user", "content": row["prompt"][-1]["content"]}}], 0
+    messages, said = [{"role": "user", "content": row["prompt"][-1]["content"]}], 0
     for turn in range(3):
         got = await client.chat.completions.create(model="any", messages=messages)
-        if turn == 1 and played > 16:
-            end_sampler()
         said += len(got.choices[0].message.content)
-        messages += [got.choices[0].message.to_dict(), {{"role": "user", "content": f"again {{seed % 9}}"}}]
+        messages += [got.choices[0].message.to_dict(), {"role": "user", "content": f"again {seed % 9}"}]
     return float(said % 2)
 
 
@@ -160,22 +152,19 @@ def test_two_ranks_branch_what_one_process_branches_and_go_on_with_it(files, alo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("alone", ["environment"], indirect=True, scope="module")
 def test_a_ray_worker_that_dies_while_it_branches_loses_nothing(files, alone, ray_address, tmp_path):
-    """The branches of the first step are sampled by other workers than their beginnings; the run of an
-    environment is killed after it, and goes on."""
+    """The branches of the first step are sampled by other workers than their beginnings; the run is killed
+    after it, and goes on. Single turns have other random numbers: the tests below."""
     kind, unbroken = alone
-    if kind == "single turns":
-        pytest.skip("they have other random numbers: the tests below")
     out, more = tmp_path / "ray", (*given(files, kind), "--ray", ray_address, *TWO)
     (files / "kill").touch()
-    if kind == "environment":
-        process = start(files, out, *more)
-        wait_for_steps(process, out, 1)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert not (files / "kill").exists()
-    finish(files, out, *more)
+    process = start(files, out, *more)
+    wait_for_steps(process, out, 1)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
     assert not (files / "kill").exists()
+    finish(files, out, *more)
     assert "died; a new one samples its" in (out / "events.jsonl").read_text()
     assert_same_branches(out, unbroken)
 

@@ -1,9 +1,8 @@
 """lora_shrink.py without thread-block clusters: runs from Ampere on, and gives the same bits.
 
 The norm is a launch of its own, one CTA for each token. `shrink` splits K among as many CTAs as a cluster
-has; they pass their sums through global memory, and the last to arrive adds them in the order of k. So a
-token's sums have the order that they have in lora_shrink.cu (tests/kernels/test_lora_shrink.py), whatever M
-is.
+has; they pass their sums through global memory, and the last to arrive adds them in the order of k. So for
+any M a token's sums have the order of lora_shrink.cu (tests/kernels/test_lora_shrink.py).
 """
 
 import dataclasses
@@ -72,13 +71,9 @@ class PortableLoraShrink(LoraShrink):
     def _compile(self, name: str, has_norm: bool, has_table: bool, tile: ShrinkTile, split: Split):
         if name == "embed":  # of the same source, whose other kernels must compile too
             tile, split = _NORM_TILE, Split(_LEAST_CLUSTER, 1)
-        return compiled(FILE, name, self._device, portable_defines(tile, split, has_table))
+        return compiled(FILE, name, self._device, {"TABLE": int(has_table), **shrink_defines(tile, split)})
 
 
 def norm_threads(split: Split) -> int:
     """Return the threads of norm_rows: four for each warp of a cluster."""
     return split.cluster * WARPS * 4
-
-
-def portable_defines(tile: ShrinkTile, split: Split, has_table: bool = False) -> dict[str, int]:
-    return {"TABLE": int(has_table), **shrink_defines(tile, split)}

@@ -107,7 +107,8 @@ class Preflight:
         yield "ok", f"Python {values['python']}, {listed}, {machine}", values
 
     def device(self) -> Found:
-        num_cores, memory_gb = _num_cores(), _memory_gb()
+        num_cores = _num_cores()
+        memory_gb = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
         values = {"cores": num_cores, "memory_gb": memory_gb}
         yield "ok", f"CPU: {num_cores} cores, {memory_gb} GB of memory", values
         for index in range(torch.cuda.device_count()):
@@ -340,10 +341,6 @@ _COMPARE = frozenset(NEED_ANSWER) - {"code"}  # rewards of which a row's own ans
 def _num_cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
     return (os.cpu_count() or 1) if affinity is None else len(affinity(0))
-
-
-def _memory_gb() -> float:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
 
 
 def _is_installed(module: str) -> bool:
