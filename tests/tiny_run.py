@@ -134,7 +134,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 @functools.cache
-def imported() -> None:
+def _imported() -> None:
     """Import and cache in this process what each forked run would: TensorBoard, and the options' docstrings,
     which tyro reads. They take 0.4 of the 1.6 CPU seconds of a run."""
     importlib.import_module("torch.utils.tensorboard")
@@ -147,7 +147,7 @@ def imported() -> None:
 def rehearse() -> None:
     """Do a whole run in this process: each run forked from it then takes 0.05 of its 0.47 CPU seconds less,
     as it finds the pages of code and data that the run had touched."""
-    imported()
+    _imported()
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
         folder = write_files(Path(name))
         main.command(["train", "demo", *options(folder, folder / "run")])
@@ -155,7 +155,7 @@ def rehearse() -> None:
 
 def forked(work: Callable[[], object], stdout: Path, stderr: Path) -> int:
     """Run work() in a forked process with a session of its own; return its process id."""
-    imported()
+    _imported()
     sys.stdout.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where this process has threads
