@@ -87,9 +87,10 @@ def speed_table(rows: list[Row]) -> str:
             cells.append(_ratio(line.figure, values))
         lines.append([line.name, *setting, *cells])
     title = (
-        "Qwen2.5 shapes, random weights, 256-token prompts; medians of at least 3 runs. The ratio says how"
-        " many times faster NVFP4 is than BF16 in the same code, or how many times less memory it takes."
-        " A line compares rows of one commit where it can; docs/speed.md shows the latest row of each case."
+        "Qwen2.5 shapes, random weights, FlashAttention 2; medians of at least 3 runs. 256-token prompts,"
+        " samples of 1,024 unless said; sampling: 1 sample a prompt, steps: 8. Ratio: how many times faster"
+        " NVFP4 is than BF16 in the same code, at one commit if there are such rows; docs/speed.md has newer"
+        " ones of some cases."
     )
     columns = [name for gpu in gpus for name in (f"{gpu.split()[0]} NVFP4", "BF16", "ratio")]
     return markdown(title, ["", "KV", "LoRA rank", *columns], lines, [])
