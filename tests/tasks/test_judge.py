@@ -1,6 +1,7 @@
 """The reward `judge`: a score from a model's reply; a bad reply costs its sample alone; limits; no key."""
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import sqlite3
@@ -127,7 +128,7 @@ def test_what_was_rated_is_not_asked_again_and_what_failed_is(endpoint, tmp_path
 
 def test_a_busy_judge_is_asked_again(endpoint, tmp_path):
     endpoint.status["good"] = [503, 429]
-    config = task(endpoint, tmp_path, retries=2)
+    config = dataclasses.replace(task(endpoint, tmp_path, retries=2), reward_timeout_s=30.0)
     with RewardPool(config) as pool:
         assert pool.score(groups_of("good")) == [[0.8]]
     assert len(endpoint.asked) == 3

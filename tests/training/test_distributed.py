@@ -138,13 +138,6 @@ def test_two_ranks_make_the_run_of_one(alone, both):
     assert_same_run(both[0], alone)
 
 
-def test_torchrun_makes_the_run_of_one(files, alone, tmp_path):
-    launcher = torchrun(files, tmp_path / "run", *EXACT, num_ranks=2)
-    _, stderr = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, stderr
-    assert_same_run(tmp_path / "run", alone)
-
-
 def test_uneven_shares_learn_the_same(files, tmp_path):
     """5 groups for 2 ranks, in updates of 2 and 3: the same samples, to fp32's rounding the same adapter."""
     for num_ranks in (1, 2):
@@ -192,8 +185,8 @@ def test_what_is_added_up_is_the_adapters_gradients(both):
 def test_a_signal_to_all_of_two_hosts_saves_the_step_once_and_one_rank_goes_on_with_it(
     files, alone, tmp_path
 ):
-    """Two launchers of one process each meet at an address, as on two hosts; one rank speaks. A scheduler
-    signals the ranks and their launchers, and the launchers signal the ranks again."""
+    """Two launchers of torchrun, of one process each, meet at an address, as on two hosts; one rank speaks. A
+    scheduler signals the ranks and their launchers, and the launchers signal the ranks again."""
     out = tmp_path / "run"
     slowly = ("--task.rewards", f"{files / 'slow.py'}:even")
     with socket.create_server(("127.0.0.1", 0)) as server:
