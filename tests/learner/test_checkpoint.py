@@ -292,14 +292,19 @@ def test_killed_at_any_moment_of_a_save_the_old_or_the_new_is_loaded(next_step, 
 
 
 def test_killed_for_real_while_saving_without_end(folder):
-    delays_ms = random.Random(0).sample(range(300), k=8)
-    process = tiny_run.started(saver.__file__, str(folder), *map(str, delays_ms))
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    left = [names(folder / str(delay_ms)) for delay_ms in delays_ms]
-    assert any(".unfinished" in name for found in left for name in found)  # the kills came in the middle
-    for delay_ms in delays_ms:
-        assert loaded_step(folder / str(delay_ms)) >= 1
+    """Eight kills at a time, until one has come in the middle of a save."""
+    left = []
+    for seed in range(10):
+        delays_ms = random.Random(seed).sample(range(300), k=8)
+        process = tiny_run.started(saver.__file__, str(folder / str(seed)), *map(str, delays_ms))
+        _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr
+        left += [names(folder / str(seed) / str(delay_ms)) for delay_ms in delays_ms]
+        for delay_ms in delays_ms:
+            assert loaded_step(folder / str(seed) / str(delay_ms)) >= 1
+        if any(".unfinished" in name for found in left for name in found):
+            return
+    raise AssertionError(left)
 
 
 @contextmanager
