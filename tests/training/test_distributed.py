@@ -83,8 +83,8 @@ def start(files, out, *more, num_ranks=2, script="qerl"):
     return tiny_run.started(*arguments) if num_ranks == 1 else StartedRanks(num_ranks, *arguments)
 
 
-def torchrun(files, out, *more, num_ranks, meeting=("--standalone",)):
-    launcher = ("-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks))
+def torchrun(files, out, *more, meeting):
+    launcher = ("-m", "torch.distributed.run", *meeting, "--nproc-per-node", "1")
     return tiny_run.started(*launcher, *command(files, out, *more))
 
 
@@ -192,7 +192,7 @@ def test_a_signal_to_all_of_two_hosts_saves_the_step_once_and_one_rank_goes_on_w
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     meeting = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address)
-    launchers = [torchrun(files, out, *EXACT, *slowly, num_ranks=1, meeting=meeting) for _ in range(2)]
+    launchers = [torchrun(files, out, *EXACT, *slowly, meeting=meeting) for _ in range(2)]
     wait_for_steps(launchers[0], out, 1)
     for pid in [pid for each in launchers for pid in (*workers(each), each.pid)]:
         os.kill(pid, signal.SIGTERM)
