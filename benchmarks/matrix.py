@@ -21,7 +21,14 @@ from torch import Tensor
 from benchmarks.cubin import KernelUse, kernels_of
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
-from qerl.kernels import gated_delta_chunks, grouped_hopper, grouped_product, moe_route, portable_product
+from qerl.kernels import (
+    gated_delta_chunks,
+    grouped_hopper,
+    grouped_product,
+    int8_gradient,
+    moe_route,
+    portable_product,
+)
 from qerl.kernels.architectures import ARCHITECTURES, TESTED, CudaArchitecture
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.decode_attention import DecodeAttention, LayerCache
@@ -211,6 +218,8 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         KernelVariant("fused_linear.cu", "place_adapters", (("PARTS", 3),), 256, 0),
         *(KernelVariant("head_finish.cu", "head_finish", (("STEP", step),), 512, 0) for step in (0, 1)),
     ]
+    if card.has_wgmma:
+        kernels += int8_gradient.variants()
     if card.number >= 89:  # before Ada there are no FP8 conversions
         kernels.append(KernelVariant("fp8_linear.cu", "quantize_rows", (), 256, 0))
     return kernels

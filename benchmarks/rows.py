@@ -16,9 +16,10 @@ _MIN_RUNS = 3
 _KEY = ("bench", "gpu", "shape", "provider", "lora_rank", "kv", "head", "group_size", "noise_sigma", "batch")
 _KEY += ("gpus", "prompt_tokens", "max_tokens", "recompute", "tokens", "sequence_tokens", "micro_tokens")
 _KEY += ("kernels", "optimizer", "kv_gb", "cap_gb", "target_entropy", "exact_mode", "router_replay")
-_KEY += ("num_layers", "expert_rank", "flash_attention")
+_KEY += ("num_layers", "expert_rank", "flash_attention", "backward")
 _KEY += ("num_samples", "rows", "lengths", "median_tokens", "sigma", "seed")
-OLDER = {"kernels": "hopper", "flash_attention": 2}  # fields that older rows lack, and what they would be
+OLDER = {"kernels": "hopper", "flash_attention": 2, "backward": "bf16"}
+"""Fields that older rows lack, and what they would be."""
 _FAMILIES = {"8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper"}
 _NEWER_FAMILIES = {"10": "Blackwell", "12": "Blackwell"}
 _ALL_FAMILIES = ("Hopper", "Ampere", "Ada", "Blackwell")

@@ -27,7 +27,8 @@ class Line:
     def rows(self, rows: list[Row], *, modes: tuple[bool, ...] = (False,)) -> list[Row]:
         """Return the rows of this line that have enough runs; modes: the values of exact_mode to take."""
         wanted = {"head": "bf16", "noise_sigma": 0.0, "optimizer": "adamw", "kernels": "hopper"}
-        wanted |= {"flash_attention": 2} | self.case  # torch's own, which every installation has
+        wanted |= {"backward": "bf16", "flash_attention": 2}  # torch's own, which every installation has
+        wanted |= self.case
         fits = (row for row in rows if all(row.get(k, v) == v for k, v in wanted.items()))
         fits = (row for row in fits if row.get("exact_mode", False) in modes)
         return [row for row in fits if self.figure in row and has_enough_runs(row)]

@@ -74,6 +74,8 @@ def learn_tables(rows: list[Row]) -> str:
         "checkpointing": lambda row: row["recompute"],
         "sequences": lambda row: f"{row['tokens'] // row['sequence_tokens']} x {row['sequence_tokens']:,}",
         "FlashAttention": lambda row: str(_setting(row, "flash_attention")),
+        "backward": lambda row: _setting(row, "backward"),
+        "backward": lambda row: _setting(row, "backward"),
         "micro-batch": lambda row: f"{row.get('used_micro_tokens', row['micro_tokens']):,.0f}",
         "tokens/s": lambda row: _median(row, "tok_per_s", ",.0f"),
         "MFU": lambda row: "" if row["mfu"] is None else _median(row, "mfu", ".0%"),

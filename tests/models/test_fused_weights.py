@@ -8,6 +8,7 @@ from conftest import rms_error
 from models.tiny import logits_of, tiny
 from qerl.config import AdapterConfig
 from qerl.formats import BF16, FORMATS
+from qerl.kernels.int8_gradient import Rotation
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models import packed_linear as op
 from qerl.models.adapter import adapter_off, adapter_tensors, add_adapter, publish
@@ -271,3 +272,43 @@ def test_a_hook_sees_the_input_of_a_product_that_would_be_fused(fuses, rng, form
     handle.remove()
     op.project(x_TK, linears)
     assert len(seen) == 1 and torch.equal(seen[0], x_TK)
+
+
+@pytest.mark.parametrize("format", JOINED)
+def test_a_backward_pass_in_int8_rounds_the_inputs_gradient_alone(format, fuses, rng):
+    linears = linears_of(rng, widths=(64, 64, 64), format=format)
+    x = torch.randn(7, K, generator=rng).bfloat16().requires_grad_()
+    dy = torch.randn(7, 192, generator=rng).bfloat16()
+    found = []
+    for backward in ("bf16", "int8"):
+        for linear in linears:
+            linear.backward = backward
+        y = torch.cat(op.project(x, linears), 1)
+        found.append([y, *torch.autograd.grad(y, [x, *masters_of(linears)], dy)])
+    (y, dx, *masters), (got_y, got_dx, *got_masters) = found
+    assert torch.equal(got_y, y) and all(map(torch.equal, got_masters, masters))
+    assert 0.002 < rms_error(got_dx, dx) < 0.02
+
+
+def test_codes_of_int8_are_made_once_while_operands_are_held(fuses, rng, monkeypatch):
+    linears = linears_of(rng, widths=(64, 64, 64), format="nvfp4")
+    made = []
+    codes = Rotation.codes
+    monkeypatch.setattr(Rotation, "codes", lambda *given: made.append(1) or codes(*given))
+    for linear in linears:
+        linear.backward = "int8"
+
+    def learn():
+        x = torch.ones(3, K, dtype=torch.bfloat16, requires_grad=True)
+        torch.cat(op.project(x, linears), 1).sum().backward()
+
+    with holding(linears):
+        learn(), learn()
+    assert len(made) == 1
+    learn(), learn()
+    with repeating(linears, None):
+        learn()
+    assert len(made) == 4
+    rotation = linears[0].rotation
+    linears[0].load_weight(linears[0].weight)
+    assert rotation is not None and linears[0].rotation is None

@@ -28,7 +28,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qerl.kernels import row_kernel, swiglu
+from qerl.kernels import int8_gradient, row_kernel, swiglu
+from qerl.kernels.int8_gradient import RotatedWeight
 from qerl.kernels.lora_linear import Adapter
 from qerl.kernels.matmul_fp32 import add_product, product, summed
 from qerl.kernels.scale_columns import add_scaled, scale_columns
@@ -54,6 +55,17 @@ class LinearPart:
 
 
 Operand = Callable[[torch.dtype, bool], Tensor]  # (dtype, True): [W | b], [N, K + R]; (dtype, False): W alone
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class RotatedOperand:
+    """An operand whose products with dy are of 8-bit integers (int8_gradient.py)."""
+
+    operand: Operand
+    rotated: Callable[[], RotatedWeight]
+
+    def __call__(self, dtype: torch.dtype, has_b: bool) -> Tensor:
+        return self.operand(dtype, has_b)
 
 
 def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[LinearPart]) -> Tensor:
@@ -329,18 +341,18 @@ def _runs(parts: Sequence[LinearPart]) -> list[list[LinearPart]]:
 
 
 def _input_gradient(dy_TN: Tensor, du_TR: Tensor, operand: Operand, parts: Sequence[LinearPart]) -> Tensor:
-    w_NK, row, has_adapters = operand(dy_TN.dtype, False), 0, du_TR.shape[1] > 0
-    if has_adapters:
-        a_RK = _stacked([part.adapter.a_work_RK for part in parts if part.adapter is not None])
-        dx_TK = du_TR @ a_RK
-    else:
-        dx_TK = dy_TN.new_empty(len(dy_TN), w_NK.shape[1])
+    a_RK = [part.adapter.a_work_RK for part in parts if part.adapter is not None]
+    plus_TK = du_TR @ _stacked(a_RK) if a_RK else None
+    if isinstance(operand, RotatedOperand):
+        return int8_gradient.input_gradient(dy_TN, operand.rotated(), plus_TK)
+    w_NK, row = operand(dy_TN.dtype, False), 0
+    dx_TK = dy_TN.new_empty(len(dy_TN), w_NK.shape[1]) if plus_TK is None else plus_TK
     for run in _runs(parts):
         rows = slice(row, row + sum(part.width for part in run))
         dy_part, alpha = dy_TN[:, rows], run[0].alpha
         if isinstance(alpha, Tensor):
             scaled = torch.empty(dy_part.shape, dtype=dy_part.dtype, device=dy_part.device)
             dy_part, alpha = scale_columns(dy_part, _factors(run), None, out=scaled), 1.0
-        dx_TK.addmm_(dy_part, w_NK[rows], beta=1 if has_adapters or row else 0, alpha=alpha)
+        dx_TK.addmm_(dy_part, w_NK[rows], beta=1 if a_RK or row else 0, alpha=alpha)
         row = rows.stop
     return dx_TK

@@ -33,6 +33,7 @@ from qerl.algo.loss import LOSSES
 from qerl.config import AlgoConfig, RunConfig
 from qerl.errors import RunError, UserError
 from qerl.kernels.divergence import chunked_divergence
+from qerl.learner.backward import set_backward
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.learner.forward import DecoderForward, forward_of
 from qerl.learner.lr_schedule import learning_rate
@@ -92,6 +93,7 @@ class Learner:
             raise UserError(
                 "algo.beta needs a frozen reference policy; adapter.kind full has none: set it to 0"
             )
+        set_backward(decoder, config)
         self._loss = LOSSES[config.algo.loss_type]
         self._optimizer = new_optimizer(self._masters, config.learn)
         self._forward = forward_of(decoder, config)

@@ -10,7 +10,7 @@ After `learn_weight` the weight has an fp32 master too, `full`, and is its own w
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from qerl.formats import BF16, FP8Flow, PackedWeight
 from qerl.kernels.fp8_linear import fp8_linear
 from qerl.kernels.full_linear import full_linear
+from qerl.kernels.int8_gradient import Rotation
 from qerl.kernels.lora_dropout import dropped_lora
 from qerl.kernels.lora_linear import Adapter, lora_linear
 
@@ -26,14 +27,14 @@ class OperandCache:
     """Unpacked operands: held for every product from the first on, or for one product after the first."""
 
     def __init__(self, *, is_held: bool):
-        self._is_held = is_held
+        self.is_held = is_held
         self._operands: dict[int, Tensor] = {}
 
     def of(self, owner: object, unpack: Callable[[], Tensor]) -> Tensor:
         operand = self._operands.get(id(owner))
         if operand is None:
             self._operands[id(owner)] = operand = unpack()
-        elif not self._is_held:
+        elif not self.is_held:
             del self._operands[id(owner)]
         return operand
 
@@ -80,6 +81,10 @@ class QuantLinear(nn.Module):
         """(rate, seed) of the dropout on the adapter's input, inside `dropping_inputs` (adapter.py)."""
         self.unpacked: OperandCache | None = None
         """Cache of operands for the next product, inside `repeating` and `holding`."""
+        self.backward: Literal["bf16", "int8"] = "bf16"
+        """Numbers of the products of its backward pass, where its kernels have them (learn.backward)."""
+        self.rotation: Rotation | None = None
+        """What int8 multiplies and divides its fused weight by, once that is known (packed_linear.py)."""
         self.is_alone = False
         """True if it multiplies for itself, because its place among fused weights is of another adapter's
         rank."""
@@ -92,7 +97,7 @@ class QuantLinear(nn.Module):
         """Take this weight and drop the resident operand of an earlier one."""
         assert packed.shape == (self.out_width, self.in_width), (packed.shape, self)
         self.weight, self._operand = packed, None
-        self.fused = self.b_fused = None
+        self.fused = self.b_fused = self.rotation = None
         alpha = packed.alpha
         self.alpha = alpha if alpha.dim() else 1.0 if alpha.is_meta else alpha.item()
 

@@ -35,11 +35,13 @@ from qerl.kernels import nvfp4_decode, row_kernel, tile_layout, tile_unpack
 from qerl.kernels.fused_linear import (
     LinearPart,
     Operand,
+    RotatedOperand,
     fused_linear,
     fused_swiglu,
     linear_onto,
     widened,
 )
+from qerl.kernels.int8_gradient import RotatedWeight, can_rotate, rotation_of
 from qerl.kernels.nvfp4_tile import TILE_K, TILE_ROWS
 from qerl.kernels.swiglu import swiglu
 from qerl.kernels.tile_layout import TileLayout
@@ -328,6 +330,31 @@ def _is_fused_on(x_TK: Tensor) -> bool:
 
 
 def _operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:
+    operand = _plain_operand(x_TK, group, linears)
+    n, k = sum(linear.out_width for linear in linears), group.in_width
+    if linears[0].backward == "bf16" or x_TK.dtype != torch.bfloat16 or not can_rotate(n, k):
+        return operand
+    return RotatedOperand(operand, functools.partial(_rotated, operand, linears))
+
+
+def _rotated(operand: Operand, linears: Sequence[QuantLinear]) -> RotatedWeight:
+    """Return the weight in 8-bit integers, made again for each pass unless operands are held."""
+    first, unpack = linears[0], functools.partial(operand, torch.bfloat16, False)
+    if first.rotation is None:
+        w_NK = unpack()
+        alphas = [torch.as_tensor(x.alpha, dtype=torch.float32, device=w_NK.device) for x in linears]
+        factors = [alpha.expand(x.out_width) for alpha, x in zip(alphas, linears, strict=True)]
+        first.rotation = rotation_of(w_NK, torch.cat(factors))
+    rotation, unpacked = first.rotation, first.unpacked
+    is_held = unpacked is not None and unpacked.is_held
+
+    def codes() -> Tensor:
+        return rotation.codes(unpack())
+
+    return RotatedWeight(unpacked.of(rotation, codes) if is_held else codes(), rotation)
+
+
+def _plain_operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:
     rank, columns = room(linears), group.in_width
     if isinstance(group, FusedBF16):
         assert columns + rank in (columns, group.wide_NC.shape[1]), "some adapters are on, some off"

@@ -32,6 +32,7 @@ def _needs_decoder(config: RunConfig) -> dict[str, bool]:
         f"learn.gradient_checkpointing {learn.gradient_checkpointing}": (
             learn.gradient_checkpointing == "offload"
         ),
+        f"learn.backward {learn.backward}": learn.backward != "bf16",
         "adapter.router": config.adapter.router,
         f"adapter.experts {config.adapter.experts}": config.adapter.experts != "none",
         "distil.teacher": config.distil.is_on,

@@ -50,6 +50,7 @@ class LearnCase:
     sequence_tokens: int
     micro_tokens: int
     expert_rank: int = 0
+    backward: str = "bf16"
 
 
 def bench(options: BenchLearnOptions) -> None:
@@ -149,7 +150,11 @@ def run_config(case: LearnCase, num_prompts: int) -> RunConfig:
         num_generations=2,  # the minimum; the groups above have one sample
         adapter=AdapterConfig(rank=case.lora_rank),
         sample=SampleConfig(max_tokens=case.sequence_tokens),
-        learn=LearnConfig(gradient_checkpointing=case.recompute, max_tokens_per_microbatch=case.micro_tokens),  # type: ignore[arg-type]
+        learn=LearnConfig(
+            gradient_checkpointing=case.recompute,  # type: ignore[arg-type]
+            max_tokens_per_microbatch=case.micro_tokens,
+            backward=case.backward,  # type: ignore[arg-type]
+        ),
     )
 
 

@@ -131,6 +131,9 @@ class BenchLearnOptions(BenchOptions):
     recomputes: tuple[Literal["none", "layer", "offload"], ...] = ("none", "layer")
     """Activations to recompute in the backward pass, as learn.gradient_checkpointing."""
 
+    backward: Literal["bf16", "int8"] = "bf16"
+    """Numbers of the backward pass's products, as learn.backward."""
+
     tokens: int = 8192
     """Packed tokens per update."""
 
@@ -177,6 +180,9 @@ class BenchStepOptions(BenchSamplingOptions):
 
     recompute: Literal["auto", "none", "layer", "offload"] = "none"
     """Activations to recompute in the backward pass, as learn.gradient_checkpointing; auto: what fits."""
+
+    backward: Literal["bf16", "int8"] = "bf16"
+    """Numbers of the backward pass's products, as learn.backward."""
 
     micro_tokens: int = 8192
     """Maximum packed tokens per micro-batch, as learn.max_tokens_per_microbatch."""

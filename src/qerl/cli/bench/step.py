@@ -59,6 +59,7 @@ class StepCase(SamplingCase):
     exact_mode: bool
     cap_gb: float | None
     expert_rank: int = 0
+    backward: str = "bf16"
 
 
 def bench(options: BenchStepOptions) -> None:
@@ -228,6 +229,7 @@ def run_config(case: StepCase, num_ranks: int = 1) -> RunConfig:
             gradient_checkpointing=case.recompute,  # type: ignore[arg-type]
             max_tokens_per_microbatch=case.micro_tokens,
             optim=case.optimizer,  # type: ignore[arg-type]
+            backward=case.backward,  # type: ignore[arg-type]
         ),
     )
 

@@ -39,6 +39,7 @@ from qerl.engine.state_cache import slot_bytes
 from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
 from qerl.kernels.head_operand import slice_columns
+from qerl.kernels.int8_gradient import rotated_bytes, rotated_gradient_bytes
 from qerl.learner.plan import mixture
 from qerl.learner.plan.activations import (
     compute_dtype,
@@ -184,7 +185,21 @@ def operand_cache_bytes(a: Architecture, config: RunConfig) -> float:
     """Return the bytes of all layers' operands; FP8 multiplies its codes directly (kernels/fp8_linear.py)."""
     if config.model.format == "fp8-flow":
         return 0.0
-    return sum(n * sum(each) for each, n in operand_bytes(a, config))
+    operands = sum(n * sum(each) for each, n in operand_bytes(a, config))
+    if config.learn.backward == "bf16":
+        return operands
+    groups = [(group, n) for spec, n in counted_specs(a) for group in spec.groups]
+    return operands + sum(n * rotated_bytes(x.out_width, x.in_width) for x, n in groups)
+
+
+def int8_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
+    """Return the bytes of the largest weight and gradient of outputs in 8-bit integers."""
+    if config.learn.backward == "bf16":
+        return 0.0
+    groups = [group for spec, _ in counted_specs(a) for group in spec.groups]
+    return max(
+        rotated_bytes(x.out_width, x.in_width) + rotated_gradient_bytes(rows, x.out_width) for x in groups
+    )
 
 
 def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
@@ -215,7 +230,7 @@ def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list
     prefill_rows = min(config.engine.batched_tokens(is_mixture=a.mixture is not None), step_tokens)
     # The head's rows are freed before the layers' backward passes begin; the saved inputs stay all along.
     kept = kept_bytes(a, config, rows)
-    layers = layer_bytes(a, config, rows) + unpacked_bytes(a, config)
+    layers = layer_bytes(a, config, rows) + unpacked_bytes(a, config) + int8_bytes(a, config, rows)
     head = head_bytes(a, config, rows)
     sampler = 0 if config.model.sampler_format is None else weight_bytes(a, config.model.sampler_format)
     num_noise_rows = 1 if config.noise.scope == "step" else 1 + config.num_noises
