@@ -51,9 +51,8 @@ class LearnConfig:
     none on a CPU."""
 
     backward: Literal["bf16", "int8"] = "bf16"
-    """Numbers that the gradient of a linear's input is a product of. int8: rotated and rounded to 8-bit
-    integers, on an H100 or H200 in bfloat16; the forward pass, the adapter's gradients, experts and the head stay
-    as they are."""
+    """Numbers whose products give the gradient of a linear's input. int8: rotated and rounded to 8-bit integers;
+    the forward pass, the adapter's gradients, experts and the head stay as they are. Needs an H100 or H200."""
 
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit keeps the moments in 8 bits and needs the package bitsandbytes."""

@@ -8,11 +8,13 @@
     dx   = plus + p_t q_k / 127^2 * sum_n dy_8 W_8
 
 R spreads outliers over 64 numbers. Rounding is then about 0.9 % of each operand (FP8: 2.6 %, with or without
-R): the gradient of SmolLM2's adapter has a cosine of 0.9995 to the unrounded one, with FP8 0.995 (dev/LOG.md). The sum of integers is exact. On a GPU codes are stored as the product's copies read them
-(int8_gradient.cu); elsewhere they are plain, and the same numbers are multiplied in float64.
+R): the gradient of SmolLM2's adapter has a cosine of 0.9995 to the unrounded one, with FP8 0.995 (dev/LOG.md).
+The sum of integers is exact. On a GPU codes are stored as the product's copies read them (int8_gradient.cu);
+elsewhere they are plain, and the same numbers are multiplied in float64.
 """
 
 import dataclasses
+import functools
 import struct
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from qerl.kernels import row_kernel
 from qerl.kernels.architectures import gpu_of
-from qerl.kernels.nvrtc import KernelVariant, addresses, compiled
+from qerl.kernels.nvrtc import CudaKernel, KernelVariant, addresses, compiled
 
 CASES = ((5, 192, 64), (130, 576, 1536), (300, 1152, 320), (33, 37_888, 128))  # T, N, K
 NEIGHBORS = 64
@@ -161,15 +163,19 @@ def _multiply(
     codes: Tensor, maxima_T: Tensor, weight: RotatedWeight, plus_TK: Tensor | None, dx_TK: Tensor
 ) -> None:
     (T, k), device = dx_TK.shape, dx_TK.device
-    kernel = compiled(_FILE, "int8_product", device, {"STAGES": _STAGES}, shared_bytes=_SHARED_BYTES)
     tensors = addresses(codes, weight.codes, maxima_T, weight.rotation.maxima_K, plus_TK, dx_TK)
     depth_blocks = _padded(len(weight.rotation.factors_N), _DEPTH) // _DEPTH
     tiles = -(-T // _ROWS) * -(-k // _COLUMNS)
-    kernel.launch(
+    _product_kernel(device).launch(
         grid=min(tiles, torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count),
         block_threads=_PRODUCT_THREADS,
         parameters=(struct.pack("6Q4i", *tensors, T, k, depth_blocks, dx_TK.stride(0)),),
     )
+
+
+@functools.cache
+def _product_kernel(device: torch.device) -> CudaKernel:
+    return compiled(_FILE, "int8_product", device, {"STAGES": _STAGES}, shared_bytes=_SHARED_BYTES)
 
 
 def variants() -> list[KernelVariant]:
