@@ -29,7 +29,7 @@ CASES = ((5, 192, 64), (130, 576, 1536), (300, 1152, 320), (33, 37_888, 128))  #
 NEIGHBORS = 64
 _FILE, _DEPTH, _ROWS, _COLUMNS, _STAGES = "int8_gradient.cu", 128, 128, 256, 4
 _SHARED_BYTES = _STAGES * ((_ROWS + _COLUMNS) * _DEPTH + 16) + 1024
-_PRODUCT_THREADS, _COLUMN_THREADS = 384, 256
+_PRODUCT_THREADS, _COLUMN_THREADS, _MOST_ROW_THREADS = 384, 256, 512
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -141,10 +141,10 @@ def _rotate_columns(w_NK: Tensor, factors_N: Tensor, codes: Tensor | None, maxim
 
 
 def _row_threads(n: int) -> tuple[int, int]:
-    """Return a CTA's threads, whole warps, and how many times eight numbers each has."""
-    vectors = _padded(n, _DEPTH) // 8
-    threads = min(_padded(-(-vectors // 4), 32), 1024)
-    return threads, -(-vectors // threads)
+    """Return a CTA's threads, whole warps, and how many times 16 numbers each has."""
+    units = _padded(n, _DEPTH) // 16
+    vectors = -(-units // _MOST_ROW_THREADS)
+    return _padded(-(-units // vectors), 32), vectors
 
 
 def _rotate_rows(dy_TN: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,8 +154,9 @@ def _rotate_rows(dy_TN: Tensor) -> tuple[Tensor, Tensor]:
     maxima_T = torch.empty(T, device=dy_TN.device)
     threads, vectors = _row_threads(n)
     kernel = row_kernel.kernel(_FILE, "rotate_rows", dy_TN.device, THREADS=threads, VECTORS=vectors)
-    parameters = dy_TN, codes, maxima_T, n, dy_TN.stride(0), _padded(n, _DEPTH) // _DEPTH
-    kernel.launch(grid=T, block_threads=threads, parameters=parameters)
+    parameters = dy_TN, codes, maxima_T, T, n, dy_TN.stride(0), _padded(n, _DEPTH) // _DEPTH
+    most = kernel.resident_ctas(threads) * _num_sms(dy_TN.device)
+    kernel.launch(grid=min(T, most), block_threads=threads, parameters=parameters)
     return codes, maxima_T
 
 
@@ -167,10 +168,15 @@ def _multiply(
     depth_blocks = _padded(len(weight.rotation.factors_N), _DEPTH) // _DEPTH
     tiles = -(-T // _ROWS) * -(-k // _COLUMNS)
     _product_kernel(device).launch(
-        grid=min(tiles, torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count),
+        grid=min(tiles, _num_sms(device)),
         block_threads=_PRODUCT_THREADS,
         parameters=(struct.pack("6Q4i", *tensors, T, k, depth_blocks, dx_TK.stride(0)),),
     )
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
 
 
 @functools.cache

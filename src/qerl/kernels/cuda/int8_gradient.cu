@@ -1,6 +1,6 @@
 // dx[t, k] = plus[t, k] + sum_n dy[t, n] f[n] W[n, k] on Hopper, by a product of 8-bit integers (int8_gradient.py has the definition).
 //
-// rotate_rows     rounds dy: a CTA of THREADS a row, VECTORS times eight numbers a thread
+// rotate_rows     rounds dy: a CTA of THREADS a row, VECTORS times 16 numbers a thread; the next row is on its way meanwhile
 // rotate_columns  rounds f W, or with MAXIMA only finds the largest number of each column: a CTA for 128 n and 64 k
 // int8_product    multiplies: tiles of 128 x 256, a warpgroup for each 64 rows, and a thread that keeps a ring of STAGES blocks of 128 n
 //                 filled. The sums are exact, so their order does not matter.
@@ -26,69 +26,85 @@ __device__ __forceinline__ size_t place_of(int row, int n, int depth_blocks) {
   return block * (lines * DEPTH) + line * DEPTH + ((n % DEPTH / 16) ^ (line % 8)) * 16 + n % 16;
 }
 
-// Multiply 64 neighbors, which eight lanes have, by Hadamard's matrix.
-__device__ __forceinline__ void rotate(float (&f)[8]) {
+// Multiply 64 neighbors, of which four lanes have 16 each, by Hadamard's matrix.
+__device__ __forceinline__ void rotate(float (&f)[16]) {
 #pragma unroll
-  for (int half = 1; half < 8; half *= 2)
+  for (int half = 1; half < 16; half *= 2)
 #pragma unroll
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 16; i++)
       if (!(i & half)) {
         const float a = f[i], b = f[i + half];
         f[i] = a + b, f[i + half] = a - b;
       }
 #pragma unroll
-  for (int lanes = 1; lanes < 8; lanes *= 2)
+  for (int lanes = 1; lanes < 4; lanes *= 2) {
+    const float sign = threadIdx.x & lanes ? -1.f : 1.f;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float other = __shfl_xor_sync(ALL_LANES, f[i], lanes);
-      f[i] = threadIdx.x & lanes ? other - f[i] : f[i] + other;
-    }
+    for (int i = 0; i < 16; i++) f[i] = fmaf(f[i], sign, __shfl_xor_sync(ALL_LANES, f[i], lanes));
+  }
 }
-__device__ __forceinline__ float largest_of(const float (&f)[8]) {
+__device__ __forceinline__ float largest_of(const float (&f)[16]) {
   float most = 0.f;
 #pragma unroll
-  for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i]));
+  for (int i = 0; i < 16; i++) most = fmaxf(most, fabsf(f[i]));
   return most;
 }
 __device__ __forceinline__ float inverse_of(float most) { return most > 0.f ? __fdiv_rn(127.f, most) : 0.f; }
-__device__ __forceinline__ uint2 rounded(const float (&f)[8], float inverse) {
-  u32 words[2] = {};
+__device__ __forceinline__ uint4 rounded(const float (&f)[16], float inverse) {
+  u32 words[4] = {};
 #pragma unroll
-  for (int i = 0; i < 8; i++) words[i / 4] |= (__float2int_rn(f[i] * inverse) & 255) << i % 4 * 8;
-  return make_uint2(words[0], words[1]);
+  for (int i = 0; i < 16; i++) words[i / 4] |= (__float2int_rn(f[i] * inverse) & 255) << i % 4 * 8;
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 #ifdef VECTORS
-extern "C" __global__ void __launch_bounds__(THREADS) rotate_rows(const u16* x, u8* codes, float* maxima, int columns, int x_stride, int depth_blocks) {
-  __shared__ float largest[THREADS / 32];
+struct RawRow {
+  uint4 v[VECTORS][2];
+  __device__ __forceinline__ void load(const u16* x, int columns) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      const int n = (i * THREADS + threadIdx.x) * 16;
+#pragma unroll
+      for (int j = 0; j < 2; j++) v[i][j] = n < columns ? *(const uint4*)(x + n + j * 8) : make_uint4(0, 0, 0, 0);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) rotate_rows(const u16* x, u8* codes, float* maxima, int rows, int columns, int x_stride, int depth_blocks) {
+  __shared__ float largest[2][THREADS / 32];
   launch_dependents();
   grid_dependency_wait();
-  const int row = blockIdx.x;
-  float f[VECTORS][8], most = 0.f;
+  RawRow raw;
+  raw.load(x + (size_t)blockIdx.x * x_stride, columns);
+  int parity = 0;
+#pragma unroll 1
+  for (int row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
+    float f[VECTORS][16], most = 0.f;
 #pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    const int n = (i * THREADS + threadIdx.x) * 8;
-    unpack(n < columns ? *(const uint4*)(x + (size_t)row * x_stride + n) : make_uint4(0, 0, 0, 0), f[i]);
-    rotate(f[i]);
-    most = fmaxf(most, largest_of(f[i]));
-  }
-  most = warp_max(most);
-  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
-  __syncthreads();
+    for (int i = 0; i < VECTORS; i++) unpack(raw.v[i][0], f[i]), unpack(raw.v[i][1], f[i] + 8);
+    if (row + gridDim.x < rows) raw.load(x + (size_t)(row + gridDim.x) * x_stride, columns);
 #pragma unroll
-  for (int i = 0; i < THREADS / 32; i++) most = fmaxf(most, largest[i]);
-  if (threadIdx.x == 0) maxima[row] = most;
+    for (int i = 0; i < VECTORS; i++) rotate(f[i]), most = fmaxf(most, largest_of(f[i]));
+    most = warp_max(most);
+    if (threadIdx.x % 32 == 0) largest[parity][threadIdx.x / 32] = most;
+    __syncthreads();  // the other of the two is written before the next one, and read by none
+    const int warp = threadIdx.x % 32;
+    most = warp_max(warp < THREADS / 32 ? largest[parity][warp] : 0.f);
+    const float inverse = inverse_of(most);
+    if (threadIdx.x == 0) maxima[row] = most;
 #pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    const int n = (i * THREADS + threadIdx.x) * 8;
-    if (n < depth_blocks * DEPTH) *(uint2*)(codes + place_of<false>(row, n, depth_blocks)) = rounded(f[i], inverse_of(most));
+    for (int i = 0; i < VECTORS; i++) {
+      const int n = (i * THREADS + threadIdx.x) * 16;
+      if (n < depth_blocks * DEPTH) *(uint4*)(codes + place_of<false>(row, n, depth_blocks)) = rounded(f[i], inverse);
+    }
   }
 }
 #elif defined(MAXIMA)
-// W's rows are n; a lane gets eight n of one k from shared memory.
+// W's rows are n; a lane gets sixteen n of one k from shared memory.
 extern "C" __global__ void __launch_bounds__(256) rotate_columns(const u16* w, const float* factors, u8* codes, float* maxima, int rows, int columns, int w_stride,
                                                                  int depth_blocks) {
-  __shared__ u32 tile[DEPTH][35];  // rows begin n / 32 later, so that a warp's reads meet in no bank
+  __shared__ u32 tile[DEPTH][39];  // each 32 n begin two banks later, so that no two lanes of a load meet
+  __shared__ float factor[DEPTH];
   launch_dependents();
   grid_dependency_wait();
   const int first_n = blockIdx.x % depth_blocks * DEPTH, first_k = blockIdx.x / depth_blocks * 64;
@@ -97,27 +113,28 @@ extern "C" __global__ void __launch_bounds__(256) rotate_columns(const u16* w, c
     const int unit = i * 256 + threadIdx.x, n = unit / 8, k = unit % 8 * 8;
     const bool exists = first_n + n < rows && first_k + k < columns;
     const uint4 v = exists ? *(const uint4*)(w + (size_t)(first_n + n) * w_stride + first_k + k) : make_uint4(0, 0, 0, 0);
-    u32* to = &tile[n][k / 2 + n / 32];
+    u32* to = &tile[n][k / 2 + n / 32 * 2];
     to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
   }
+  if (threadIdx.x < DEPTH) factor[threadIdx.x] = first_n + threadIdx.x < rows ? factors[first_n + threadIdx.x] : 0.f;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < 64 * DEPTH / 8 / 256; i++) {
-    const int unit = i * 256 + threadIdx.x, n = unit % (DEPTH / 8) * 8, k = unit / (DEPTH / 8);
-    float f[8];
+  for (int i = 0; i < 64 * DEPTH / 16 / 256; i++) {
+    const int unit = i * 256 + threadIdx.x, n = unit % (DEPTH / 16) * 16, k = unit / (DEPTH / 16);
+    float f[16];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const u32 pair = tile[n + j][k / 2 + n / 32];
-      f[j] = (k % 2 ? high(pair) : low(pair)) * (first_n + n + j < rows ? factors[first_n + n + j] : 0.f);
+    for (int j = 0; j < 16; j++) {
+      const u32 pair = tile[n + j][k / 2 + n / 32 * 2];
+      f[j] = (k % 2 ? high(pair) : low(pair)) * factor[n + j];
     }
     rotate(f);
     if (MAXIMA) {
       float most = largest_of(f);
 #pragma unroll
-      for (int lanes = 8; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, lanes));
+      for (int lanes = 4; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, lanes));
       if (n == 0 && first_k + k < columns) atomicMax((int*)maxima + first_k + k, __float_as_int(most));  // neither is negative
     } else if (first_k + k < columns) {
-      *(uint2*)(codes + place_of<true>(first_k + k, first_n + n, depth_blocks)) = rounded(f, inverse_of(maxima[first_k + k]));
+      *(uint4*)(codes + place_of<true>(first_k + k, first_n + n, depth_blocks)) = rounded(f, inverse_of(maxima[first_k + k]));
     }
   }
 }
@@ -185,6 +202,12 @@ __device__ __forceinline__ void finish(const Operands& o, const TilePlace& at, c
   for (int half = 0; half < 2; half++) {
     const int row = at.m * ROWS + threadIdx.x / 32 * 16 + lane / 4 + half * 8;
     if (row >= o.rows) continue;
+    uint4 plus[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const bool exists = o.plus && first + j * 32 < o.columns;
+      plus[j] = exists ? *(const uint4*)(o.plus + (size_t)row * o.stride + first + j * 32) : make_uint4(0, 0, 0, 0);
+    }
     const float scale = o.a_maxima[row] * (1.f / (127.f * 127.f * 64.f));
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -194,7 +217,7 @@ __device__ __forceinline__ void finish(const Operands& o, const TilePlace& at, c
       const float4 s0 = *(const float4*)(o.b_maxima + column), s1 = *(const float4*)(o.b_maxima + column + 4);
       const float s[8] = {s0.x, s0.y, s0.z, s0.w, s1.x, s1.y, s1.z, s1.w};
       float f[8];
-      unpack(o.plus ? *(const uint4*)(o.plus + place) : make_uint4(0, 0, 0, 0), f);
+      unpack(plus[j], f);
 #pragma unroll
       for (int i = 0; i < 8; i++) f[i] += (float)d[j * 4 + i / 2][half * 2 + i % 2] * (scale * s[i]);
       *(uint4*)(o.y + place) = pack(f);
@@ -213,9 +236,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) int8_product(const __grid_c
   grid_dependency_wait();
   launch_dependents();
   if (threadIdx.x >= 256) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 256) produce(o, smem0, full0);
     return;
   }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   u32 stage = smem0, bar = full0, parity = 0;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
