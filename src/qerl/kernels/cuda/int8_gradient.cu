@@ -50,14 +50,20 @@ __device__ __forceinline__ float largest_of(const float (&f)[16]) {
   return most;
 }
 __device__ __forceinline__ float inverse_of(float most) { return most > 0.f ? __fdiv_rn(127.f, most) : 0.f; }
-__device__ __forceinline__ uint4 rounded(const float (&f)[16], float inverse) {
-  u32 words[4] = {};
+// Added to 1.5 * 2^23, a number loses its fraction, and its last byte is the integer's.
+__device__ __forceinline__ u32 rounded(const float* f, float inverse) {
+  u32 v[4];
 #pragma unroll
-  for (int i = 0; i < 16; i++) words[i / 4] |= (__float2int_rn(f[i] * inverse) & 255) << i % 4 * 8;
-  return make_uint4(words[0], words[1], words[2], words[3]);
+  for (int i = 0; i < 4; i++) v[i] = __float_as_uint(fmaf(f[i], inverse, 12582912.f));
+  return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+}
+__device__ __forceinline__ uint4 rounded(const float (&f)[16], float inverse) {
+  return make_uint4(rounded(f + 0, inverse), rounded(f + 4, inverse), rounded(f + 8, inverse), rounded(f + 12, inverse));
 }
 
 #ifdef VECTORS
+#define AHEAD (VECTORS < 3)  // there are registers for the next row
+
 struct RawRow {
   uint4 v[VECTORS][2];
   __device__ __forceinline__ void load(const u16* x, int columns) {
@@ -75,14 +81,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotate_rows(const u16* x, 
   launch_dependents();
   grid_dependency_wait();
   RawRow raw;
-  raw.load(x + (size_t)blockIdx.x * x_stride, columns);
+  if (AHEAD) raw.load(x + (size_t)blockIdx.x * x_stride, columns);
   int parity = 0;
 #pragma unroll 1
   for (int row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
     float f[VECTORS][16], most = 0.f;
+    if (!AHEAD) raw.load(x + (size_t)row * x_stride, columns);
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) unpack(raw.v[i][0], f[i]), unpack(raw.v[i][1], f[i] + 8);
-    if (row + gridDim.x < rows) raw.load(x + (size_t)(row + gridDim.x) * x_stride, columns);
+    if (AHEAD && row + gridDim.x < rows) raw.load(x + (size_t)(row + gridDim.x) * x_stride, columns);
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) rotate(f[i]), most = fmaxf(most, largest_of(f[i]));
     most = warp_max(most);
