@@ -8,9 +8,9 @@
     dx   = plus + p_t q_k / 127^2 * sum_n dy_8 W_8
 
 R spreads outliers over 64 numbers. Rounding is then about 0.9 % of each operand (FP8: 2.6 %, with or without
-R): the gradient of SmolLM2's adapter has a cosine of 0.9995 to the unrounded one, with FP8 0.995 (dev/LOG.md).
-The sum of integers is exact. On a GPU codes are stored as the product's copies read them (int8_gradient.cu);
-elsewhere they are plain, and the same numbers are multiplied in float64.
+R): the gradient of SmolLM2's adapter has a cosine of 0.9995 to the unrounded one, with FP8 0.995, and that of
+the 7B shape 0.9994 (dev/LOG.md). The sum of integers is exact. On a GPU codes are stored as the product's
+copies read them (int8_gradient.cu); elsewhere they are plain, and the same numbers are multiplied in float64.
 """
 
 import dataclasses
