@@ -135,8 +135,14 @@ def test_every_committed_row_is_of_a_clean_commit():
 def test_a_step_is_a_line_and_one_that_failed_names_the_error():
     text = step_tables([step(**TAKEN), step(batch=64, error="OutOfMemoryError: CUDA out of memory.")])
     start = "| qwen2.5-7b | qerl-nvfp4 | 32 |"
-    assert f"{start} 8 x 1,024 | none | bf16 | bf16 | hopper | 2 | no | 3.21 | 2.50 | 0.70 | 15.0 |" in text
-    assert f"{start} 64 x 1,024 | none | bf16 | bf16 | hopper | 2 | no |  |  |  | OutOfMemoryError |" in text
+    assert (
+        f"{start} 8 x 1,024 | none | bf16 | bf16 | hopper | 2 | bf16 | no | 3.21 | 2.50 | 0.70 | 15.0 |"
+        in text
+    )
+    assert (
+        f"{start} 64 x 1,024 | none | bf16 | bf16 | hopper | 2 | bf16 | no |  |  |  | OutOfMemoryError |"
+        in text
+    )
 
 
 def test_times_of_fewer_than_three_steps_are_not_measured():
@@ -165,10 +171,13 @@ UPDATE |= {
 def test_an_update_is_a_line():
     row = UPDATE | {"recompute": "layer", "tok_per_s": 12403.0, "used_micro_tokens": 4096}
     text = learn_tables([row])
-    assert "| qwen2.5-7b | qerl-nvfp4 | 32 | layer | 4 x 2,048 | 2 | 4,096 | 12,403 | 67% | 11.1 |" in text
+    assert (
+        "| qwen2.5-7b | qerl-nvfp4 | 32 | layer | 4 x 2,048 | 2 | bf16 | 4,096 | 12,403 | 67% | 11.1 |"
+        in text
+    )
     del row["tok_per_s"], row["used_micro_tokens"], row["peak_gb"]
     text = learn_tables([row | {"error": "UserError: too little", "mfu": None}])
-    assert "| layer | 4 x 2,048 | 2 | 8,192 |  |  | UserError |" in text
+    assert "| layer | 4 x 2,048 | 2 | bf16 | 8,192 |  |  | UserError |" in text
 
 
 def test_updates_with_flash_attention_4_and_2_stand_apart():
@@ -176,7 +185,7 @@ def test_updates_with_flash_attention_4_and_2_stand_apart():
     newer = older | {"flash_attention": 4, "tok_per_s": 900.0}
     text = learn_tables([newer, older])
     lines = [line.split(" | ") for line in text.splitlines() if "qwen2.5-7b" in line]
-    assert [(line[5], line[7]) for line in lines] == [("4", "900"), ("2", "510")]
+    assert [(line[5], line[8]) for line in lines] == [("4", "900"), ("2", "510")]
     bf16 = older | {"provider": "qerl-bf16", "tok_per_s": 500.0}
     for rows in ([bf16, older, newer], [bf16, newer, older], [newer, bf16, older]):
         text = speed_table(rows)

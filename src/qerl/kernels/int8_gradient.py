@@ -34,7 +34,7 @@ _PRODUCT_THREADS, _COLUMN_THREADS, _MOST_ROW_THREADS = 384, 256, 800
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Rotation:
-    """What a weight is multiplied and divided by; the same for all passes."""
+    """The factors and divisors of a weight, which are the same in all passes."""
 
     factors_N: Tensor
     """fp32, f."""

@@ -84,7 +84,7 @@ class QuantLinear(nn.Module):
         self.backward: Literal["bf16", "int8"] = "bf16"
         """Numbers of the products of its backward pass, where its kernels have them (learn.backward)."""
         self.rotation: Rotation | None = None
-        """What int8 multiplies and divides its fused weight by, once that is known (packed_linear.py)."""
+        """Factors and divisors of its fused weight in int8, once they are known (packed_linear.py)."""
         self.is_alone = False
         """True if it multiplies for itself, because its place among fused weights is of another adapter's
         rank."""

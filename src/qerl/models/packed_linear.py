@@ -346,12 +346,13 @@ def _rotated(operand: Operand, linears: Sequence[QuantLinear]) -> RotatedWeight:
         factors = [alpha.expand(x.out_width) for alpha, x in zip(alphas, linears, strict=True)]
         first.rotation = rotation_of(w_NK, torch.cat(factors))
     rotation, unpacked = first.rotation, first.unpacked
-    is_held = unpacked is not None and unpacked.is_held
 
     def codes() -> Tensor:
         return rotation.codes(unpack())
 
-    return RotatedWeight(unpacked.of(rotation, codes) if is_held else codes(), rotation)
+    if unpacked is None or not unpacked.is_held:
+        return RotatedWeight(codes(), rotation)
+    return RotatedWeight(unpacked.of(rotation, codes), rotation)
 
 
 def _plain_operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:
