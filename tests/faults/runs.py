@@ -88,10 +88,11 @@ def start_command(arguments: list[str], log: Path, first: Callable[[], object] =
 
 def finish(files: Path, out: Path, *more: str) -> str:
     """A whole run, or the rest of one; what it said."""
-    run = start(files, out, *more)
-    code = run.wait()
-    assert code == 0, (code, run.said)
-    return run.said
+    code, said, _ = tiny_run.done_here(
+        ["train", "demo", *tiny_run.options(files, out), *more], is_joined=True
+    )
+    assert code == 0, (code, said)
+    return said
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float = 120.0) -> None:

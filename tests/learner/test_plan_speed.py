@@ -22,6 +22,7 @@ LAST = {  # the last row of each case
         row.get("batch"),
         row.get("recompute"),
         row.get("kernels"),
+        row.get("backward"),
     ): row
     for row in sorted(read_rows(ROOT / RESULTS), key=lambda row: row["date"])
     if row["bench"] in ("decode", "learn")
@@ -44,7 +45,9 @@ def estimated(gpu: str, row: dict, batch: int = 64):
         adapter=AdapterConfig(rank=32),
         sample=SampleConfig(max_tokens=1024),
         engine=EngineConfig(max_num_seqs=batch, kernels=row.get("kernels") or "auto"),
-        learn=LearnConfig(gradient_checkpointing=row.get("recompute") or "none"),
+        learn=LearnConfig(
+            gradient_checkpointing=row.get("recompute") or "none", backward=row.get("backward", "bf16")
+        ),
     )
     return estimate_speed(GPUS[gpu], shape(row["shape"]), config, prompt_tokens=2 * PROMPT, mean_tokens=1024)
 

@@ -41,6 +41,7 @@ _BANDWIDTH_SHARE, _MATRIX_SHARE = 0.94, 0.8  # of the data sheet's figures, meas
 _UNPACK_BYTES = 24  # moved by PyTorch's operations to unpack a 4-bit weight
 _UNPACK_PASSES = {"none": 2, "layer": 3, "offload": 3}
 _LEARN_MFU = {"none": 0.57, "layer": 0.66, "offload": 0.66}
+_INT8_GAIN = {"none": 1.13, "layer": 1.08, "offload": 1.08}
 _EXPERT_S = 86e-6
 """PyTorch's operations for one expert with rows: two of the seven linears that take 300 us in a layer. An
 estimate."""
@@ -177,6 +178,9 @@ def estimate_speed(
     rate = running / _decode_step_s(gpu, a, config, running, cached_tokens)
     mode = config.learn.gradient_checkpointing
     mfu = _LEARN_MFU[mode] * (1 if gpu.is_hopper else _TORCH_MFU_SHARE)
+    if config.learn.backward == "int8":
+        require(gpu.is_hopper, "learn.backward int8 needs a Hopper GPU (H100, H200): set it to bf16")
+        mfu *= _INT8_GAIN[mode]
     flop = (4 if mode == "none" else 6) * _num_weights(a)
     rows = microbatch_rows(config, prompt_tokens)
     unpacked = _UNPACK_PASSES[mode] * learner_unpack_bytes(a, config)
