@@ -169,7 +169,7 @@ class Deferred:
         if self._is_forked:
             return self._forked.communicate(timeout)
         if self._code is None:
-            self._code, *said = done_here(self._arguments)
+            self._code, *said = done_here(self._arguments, timeout_s=timeout)
             self._said = said[0], said[1]
         return self._said
 
@@ -181,14 +181,20 @@ class Deferred:
         self.send_signal(signal.SIGKILL)
 
 
-def done_here(arguments: Sequence[str], *, is_joined: bool = False) -> tuple[int, str, str]:
+def done_here(
+    arguments: Sequence[str], *, is_joined: bool = False, timeout_s: float = 120.0
+) -> tuple[int, str, str]:
     """Run `qerl` in this process; return its exit code, stdout and stderr. is_joined: both are one text."""
     _imported()
     out = io.StringIO()
     err = out if is_joined else io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    argv, environment = sys.argv, dict(os.environ)
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    argv, environment, paths, threads = sys.argv, dict(os.environ), list(sys.path), torch.get_num_threads()
     sys.argv, code = ["qerl", *map(str, arguments)], 0
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _time_out)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
@@ -199,12 +205,18 @@ def done_here(arguments: Sequence[str], *, is_joined: bool = False) -> tuple[int
                 traceback.print_exc()
                 code = 70
     finally:
-        sys.argv = argv
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        torch.set_num_threads(threads)
+        sys.argv, sys.path[:] = argv, paths
         os.environ.clear()
         os.environ.update(environment)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return code, out.getvalue(), err.getvalue()
+
+
+def _time_out(number: int, frame: object) -> None:
+    raise TimeoutError("the run took longer than the test allows")
 
 
 def _remove(folder: Path, owner: int) -> None:

@@ -54,6 +54,8 @@ def test_on_a_gpu_the_gradient_keeps_its_direction(device, monkeypatch):
         monkeypatch.setattr(learner, "_apply", lambda rate: torch.ones(()))  # keeps the gradients
         learner.step(groups)
         found.append(torch.cat([master.grad.flatten().double() for master in learner._masters.values()]))
+        rotated = [linear for _, linear in decoder.linears() if linear.rotation is not None]
+        assert bool(rotated) == (backward == "int8")
     bf16, int8 = found
     assert not torch.equal(bf16, int8)
     assert torch.nn.functional.cosine_similarity(bf16, int8, dim=0) > 0.999

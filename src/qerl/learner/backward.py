@@ -19,5 +19,7 @@ def set_backward(decoder: PolicyModel, config: RunConfig) -> None:
         require(is_bf16, "learn.backward int8 needs model.dtype bf16: set one or the other")
         has_own = config.model.format == "fp8-flow"
         require(not has_own, "model.format fp8-flow has its own backward pass: set learn.backward to bf16")
+        is_fused = config.adapter.kind == "lora" and config.adapter.dropout == 0
+        require(is_fused, "learn.backward int8 needs adapter.kind lora and adapter.dropout 0: set it to bf16")
     for _, linear in decoder.linears():
         linear.backward = backward

@@ -340,6 +340,7 @@ def _operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) 
 def _rotated(operand: Operand, linears: Sequence[QuantLinear]) -> RotatedWeight:
     """Return the weight in 8-bit integers, made again for each pass unless operands are held."""
     first, unpack = linears[0], functools.partial(operand, torch.bfloat16, False)
+    w_NK = None
     if first.rotation is None:
         w_NK = unpack()
         alphas = [torch.as_tensor(x.alpha, dtype=torch.float32, device=w_NK.device) for x in linears]
@@ -348,7 +349,7 @@ def _rotated(operand: Operand, linears: Sequence[QuantLinear]) -> RotatedWeight:
     rotation, unpacked = first.rotation, first.unpacked
 
     def codes() -> Tensor:
-        return rotation.codes(unpack())
+        return rotation.codes(unpack() if w_NK is None else w_NK)
 
     if unpacked is None or not unpacked.is_held:
         return RotatedWeight(codes(), rotation)
