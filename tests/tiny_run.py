@@ -17,8 +17,9 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -94,8 +95,16 @@ class Forked:
         weakref.finalize(self, _remove, folder, os.getpid()).atexit = False
         self._out, self._err = folder / "stdout", folder / "stderr"
         self._out.touch()
-        self.pid = forked(work, self._out, self._err)
+        self._work = work
         self.returncode: int | None = None
+        self._start()
+
+    @functools.cached_property
+    def pid(self) -> int:
+        return forked(self._work, self._out, self._err)
+
+    def _start(self) -> None:
+        assert self.pid
 
     @property
     def written(self) -> str:
@@ -128,95 +137,17 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class Deferred:
-    """A run of `qerl` that is forked when something is asked of it before its end, and else done in this
-    process: one that is forked takes 0.15 of its 0.45 CPU seconds more, for pages that it has to copy."""
+class Deferred(Forked):
+    """A run that is forked when something is asked of it before its end, and else done in this process: one
+    that is forked takes 0.15 of its 0.45 CPU seconds more, for pages that it has to copy."""
 
-    def __init__(self, arguments: tuple[str, ...], fork: Callable[[], Forked]):
-        self._arguments, self._fork = arguments, fork
-        self._code: int | None = None
-        self._said = "", ""
-
-    @functools.cached_property
-    def _forked(self) -> Forked:
-        return self._fork()
-
-    @property
-    def _is_forked(self) -> bool:
-        return "_forked" in self.__dict__
-
-    @property
-    def returncode(self) -> int | None:
-        return self._forked.returncode if self._is_forked else self._code
-
-    @property
-    def pid(self) -> int:
-        return self._forked.pid
-
-    @property
-    def written(self) -> str:
-        return self._forked.written
-
-    def poll(self) -> int | None:
-        return self._code if self._code is not None else self._forked.poll()
-
-    def wait(self, timeout: float = 120.0) -> int:
-        self.communicate(timeout)
-        assert self.returncode is not None
-        return self.returncode
+    def _start(self) -> None:
+        """Wait until it is asked for."""
 
     def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
-        if self._is_forked:
-            return self._forked.communicate(timeout)
-        if self._code is None:
-            self._code, *said = done_here(self._arguments, timeout_s=timeout)
-            self._said = said[0], said[1]
-        return self._said
-
-    def send_signal(self, number: int) -> None:
-        if self._code is None:
-            self._forked.send_signal(number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def done_here(
-    arguments: Sequence[str], *, is_joined: bool = False, timeout_s: float = 120.0
-) -> tuple[int, str, str]:
-    """Run `qerl` in this process; return its exit code, stdout and stderr. is_joined: both are one text."""
-    _imported()
-    out = io.StringIO()
-    err = out if is_joined else io.StringIO()
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    argv, environment, paths, threads = sys.argv, dict(os.environ), list(sys.path), torch.get_num_threads()
-    sys.argv, code = ["qerl", *map(str, arguments)], 0
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _time_out)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                main.main()
-            except SystemExit as stop:
-                code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-            except Exception:
-                traceback.print_exc()
-                code = 70
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        torch.set_num_threads(threads)
-        sys.argv, sys.path[:] = argv, paths
-        os.environ.clear()
-        os.environ.update(environment)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return code, out.getvalue(), err.getvalue()
-
-
-def _time_out(number: int, frame: object) -> None:
-    raise TimeoutError("the run took longer than the test allows")
+        if self.returncode is None and "pid" not in vars(self):
+            self.returncode = done_here(self._work, self._out, self._err, timeout)
+        return super().communicate(timeout)
 
 
 def _remove(folder: Path, owner: int) -> None:
@@ -260,16 +191,52 @@ def forked(work: Callable[[], object], stdout: Path, stderr: Path) -> int:
         sys.stdout, sys.stderr = _redirected(1, stdout), _redirected(2, stderr)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)
-        work()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
+        code = _exit_code(work)
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
+
+
+def done_here(work: Callable[[], object], stdout: Path, stderr: Path, timeout_s: float = 120.0) -> int:
+    """Run work() in this process, with what it may change of it put back; return its exit code."""
+    _imported()
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _time_out)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        with (
+            stdout.open("a", buffering=1) as out,
+            stderr.open("a", buffering=1) as err,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.dict(os.environ),
+            mock.patch.multiple(sys, argv=list(sys.argv), path=list(sys.path)),
+        ):
+            return _exit_code(work)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        torch.set_num_threads(threads)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _time_out(number: int, frame: object) -> None:
+    raise TimeoutError("the run took longer than the test allows")
+
+
+def _exit_code(work: Callable[[], object]) -> int:
+    try:
+        work()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        return 70
+    return 0
 
 
 def _redirected(number: int, path: Path):
@@ -279,7 +246,7 @@ def _redirected(number: int, path: Path):
 
 def started(
     *arguments: str, environment: Mapping[str, str] | None = None
-) -> "subprocess.Popen[str] | Forked | Deferred":
+) -> "subprocess.Popen[str] | Forked":
     """Run `qerl`, a script or a module's main() in a forked process, or `qerl` in this one (Deferred); with a
     GPU, in a new one."""
     own = child_variables() | (environment or {})
@@ -298,9 +265,7 @@ def started(
             sys.argv = list(arguments)
             runpy.run_path(arguments[0], run_name="__main__")
 
-    if arguments[: len(QERL)] == QERL and environment is None:
-        return Deferred(arguments[len(QERL) :], lambda: Forked(work))
-    return Forked(work)
+    return Deferred(work) if arguments[: len(QERL)] == QERL and environment is None else Forked(work)
 
 
 def child_variables() -> dict[str, str]:

@@ -71,28 +71,38 @@ def start(
     files: Path, out: Path, *more: str, first: Callable[[], object] = lambda: None, log: Path | None = None
 ) -> Run:
     """`qerl train demo` on the tiny files, after first() in its process."""
-    log = log or out.with_name(f"{out.name}.log")
-    return start_command(["train", "demo", *tiny_run.options(files, out), *more], log, first)
+    return start_command(_training(files, out, *more), log or _log_of(out), first)
 
 
 def start_command(arguments: list[str], log: Path, first: Callable[[], object] = lambda: None) -> Run:
     log.parent.mkdir(parents=True, exist_ok=True)
+    return Run(tiny_run.forked(_command(arguments, first), log, log), log)
 
+
+def finish(files: Path, out: Path, *more: str) -> str:
+    """A whole run, or the rest of one, in this process; what it said, and those before it."""
+    log = _log_of(out)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    code, said = tiny_run.done_here(_command(_training(files, out, *more)), log, log), log.read_text()
+    assert code == 0, (code, said)
+    return said
+
+
+def _training(files: Path, out: Path, *more: str) -> list[str]:
+    return ["train", "demo", *tiny_run.options(files, out), *more]
+
+
+def _log_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.log")
+
+
+def _command(arguments: list[str], first: Callable[[], object] = lambda: None) -> Callable[[], None]:
     def work() -> None:
         first()
         sys.argv = ["qerl", *map(str, arguments)]
         main.main()
 
-    return Run(tiny_run.forked(work, log, log), log)
-
-
-def finish(files: Path, out: Path, *more: str) -> str:
-    """A whole run, or the rest of one; what it said."""
-    code, said, _ = tiny_run.done_here(
-        ["train", "demo", *tiny_run.options(files, out), *more], is_joined=True
-    )
-    assert code == 0, (code, said)
-    return said
+    return work
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float = 120.0) -> None:

@@ -62,18 +62,14 @@ def test_the_estimate_is_near_what_was_measured(row):
 @pytest.mark.parametrize("recompute", ("none", "layer"))
 def test_a_backward_pass_in_int8_is_faster_by_what_was_measured(recompute):
     """Of the same commit and FlashAttention."""
-    rows = [
-        row for row in read_rows(ROOT / RESULTS) if row["bench"] == "learn" and row["gpu"].endswith("H200")
-    ]
-    rows = [row for row in rows if row["recompute"] == recompute and row["provider"] == "qerl-nvfp4"]
-    rows = [
-        row for row in rows if row["shape"] == "qwen2.5-7b" and row["tokens"] == 8192 and "backward" in row
-    ]
+    case = {"bench": "learn", "gpu": "NVIDIA H200", "shape": "qwen2.5-7b", "provider": "qerl-nvfp4"}
+    case |= {"tokens": 8192, "recompute": recompute, "flash_attention": 2}
     measured, planned = [], []
     for backward in ("bf16", "int8"):
-        each = [row for row in rows if row["backward"] == backward and row["flash_attention"] == 2]
-        measured.append(each[-1]["tok_per_s"])
-        planned.append(estimated("h200", each[-1]).learned_tokens_per_s)
+        wanted = case | {"backward": backward}
+        last = [row for row in read_rows(ROOT / RESULTS) if row | wanted == row][-1]
+        measured.append(last["tok_per_s"])
+        planned.append(estimated("h200", last).learned_tokens_per_s)
     assert planned[1] / planned[0] == pytest.approx(measured[1] / measured[0], rel=0.02)
 
 

@@ -4,6 +4,7 @@ import torch
 
 from qerl.config import RunConfig
 from qerl.errors import require
+from qerl.models.device import best_kernels
 from qerl.models.policy_model import PolicyModel
 
 
@@ -11,9 +12,9 @@ def set_backward(decoder: PolicyModel, config: RunConfig) -> None:
     """Have the decoder's linears compute their backward pass as the config says.
 
     Raises UserError for int8 on other devices, or with weights or activations that it has no kernels for."""
-    backward, device = config.learn.backward, decoder.device
+    backward = config.learn.backward
     if backward == "int8":
-        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+        is_hopper = best_kernels(decoder.device) == "hopper"
         require(is_hopper, "learn.backward int8 needs a Hopper GPU (H100, H200): set it to bf16")
         is_bf16 = decoder.compute == torch.bfloat16
         require(is_bf16, "learn.backward int8 needs model.dtype bf16: set one or the other")
