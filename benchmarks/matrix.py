@@ -25,7 +25,7 @@ from qerl.kernels import (
     gated_delta_chunks,
     grouped_hopper,
     grouped_product,
-    int8_gradient,
+    int8_product,
     moe_route,
     portable_product,
 )
@@ -219,7 +219,7 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         *(KernelVariant("head_finish.cu", "head_finish", (("STEP", step),), 512, 0) for step in (0, 1)),
     ]
     if card.has_wgmma:
-        kernels += int8_gradient.variants()
+        kernels += int8_product.variants()
     if card.number >= 89:  # before Ada there are no FP8 conversions
         kernels.append(KernelVariant("fp8_linear.cu", "quantize_rows", (), 256, 0))
     return kernels

@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-from qerl.kernels import grouped_hopper, int8_gradient, nvrtc
+from qerl.kernels import grouped_hopper, int8_product, nvrtc
 from qerl.kernels.head_sample import choose_tile
 from qerl.kernels.portable_shrink import MAKES_U
 
@@ -37,7 +37,7 @@ CONFIGURATIONS = (
     ("head_finish.cu", {"STEP": 1}),
     *(("head_norm.cu", {"HEAD": 128, "THREADS": 96, "NORM": norm}) for norm in (0, 1)),
     *(("head_portable.cu", HEAD | {"FORMAT": format, "OUTPUT": 0}) for format in (0, 1)),
-    *(("int8_gradient.cu", dict(variant.defines)) for variant in int8_gradient.variants()),
+    *((variant.file, dict(variant.defines)) for variant in int8_product.variants()),
     *(("head_sample.cu", {**choose_tile(8, kind, 1024).defines, "OUTPUT": 0}) for kind in range(3)),
     ("logprob.cu", {"THREADS": 1024}),
     ("lora_shrink.cu", SHRINK | {"NORM": 0, "TABLE": 0}),

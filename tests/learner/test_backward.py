@@ -10,7 +10,7 @@ from learner.tiny import VOCAB, run_config, tiny_learner
 from qerl.cli.bench.case import try_random_decoder
 from qerl.config import ModelConfig
 from qerl.errors import UserError
-from qerl.kernels.int8_gradient import rotated_bytes, rotated_gradient_bytes
+from qerl.kernels.int8_codes import code_bytes, row_code_bytes
 from qerl.learner import Learner
 from qerl.learner.plan import memory as plan
 from qerl.models.random_weights import shape
@@ -22,25 +22,29 @@ def test_it_is_refused_without_a_hopper_gpu():
     assert {linear.backward for _, linear in tiny_learner().decoder.linears()} == {"bf16"}
 
 
-def test_a_plan_counts_the_largest_weight_and_gradient_and_all_weights_that_are_held():
-    a, config = shape("qwen2.5-7b"), run_config()
+@pytest.mark.parametrize("recompute", ("none", "layer"))
+def test_a_plan_counts_the_largest_weight_and_gradient_and_all_weights_that_are_held(recompute):
+    a, config = shape("qwen2.5-7b"), run_config(learn={"gradient_checkpointing": recompute})
     config = dataclasses.replace(config, model=ModelConfig())
     int8 = dataclasses.replace(config, learn=dataclasses.replace(config.learn, backward="int8"))
     rows, wide = 8192, 2 * 18_944
     assert plan.int8_bytes(a, config, rows) == 0
     assert plan.int8_bytes(a, int8, rows) == wide * 3584 + rows * wide
     held = plan.operand_cache_bytes(a, int8) - plan.operand_cache_bytes(a, config)
-    assert held == 28 * 3584 * (4608 + 3584 + wide + 18_944)  # a byte a weight, as 128 and 256 divide them
+    again = wide if recompute == "layer" else 0
+    assert held == 28 * 3584 * (4608 + 3584 + wide + 18_944 + again)  # a byte each: 128 and 256 divide them
     parts = [plan.learning_bytes(plan.memory_parts(a, each, 256)) for each in (config, int8)]
     assert parts[1] > parts[0]
 
 
 def test_codes_are_padded_to_whole_blocks():
-    assert rotated_bytes(576, 320) == 640 * 512 and rotated_gradient_bytes(5, 576) == 640 * 128
+    assert code_bytes(576, 320) == 640 * 512 and row_code_bytes(5, 576) == 640 * 128
+    assert code_bytes(2 * 200, 576, along_k=True) == 2 * 256 * 640  # gate and up have halves of tiles
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_gradient_keeps_its_direction(device, monkeypatch):
+@pytest.mark.parametrize("recompute", ("none", "layer"))
+def test_on_a_gpu_the_gradient_keeps_its_direction(recompute, device, monkeypatch):
     """Of the whole adapter: rounding is seen, and costs less than a thousandth of the cosine."""
     if device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
@@ -50,11 +54,14 @@ def test_on_a_gpu_the_gradient_keeps_its_direction(device, monkeypatch):
         a = dataclasses.replace(shape("qwen2.5-0.5b"), num_layers=3)
         decoder, error = try_random_decoder(a, "qerl-nvfp4", 16, device)
         assert not error
-        learner = Learner(decoder, run_config(learn={"backward": backward, "learning_rate": 1e-30}))
-        monkeypatch.setattr(learner, "_apply", lambda rate: torch.ones(()))  # keeps the gradients
+        learn = {"backward": backward, "gradient_checkpointing": recompute}
+        learner = Learner(decoder, run_config(learn=learn))
+        monkeypatch.setattr(
+            learner, "_apply", lambda rate: torch.ones((), device=device)
+        )  # keeps the gradients
         learner.step(groups)
         found.append(torch.cat([master.grad.flatten().double() for master in learner._masters.values()]))
-        rotated = [linear for _, linear in decoder.linears() if linear.rotation is not None]
+        rotated = [linear for _, linear in decoder.linears() if linear.rotations]
         assert bool(rotated) == (backward == "int8")
     bf16, int8 = found
     assert not torch.equal(bf16, int8)

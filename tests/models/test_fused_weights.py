@@ -1,5 +1,7 @@
 """Weights of one input as one operand: each linear's own numbers, one copy, adapters in the same product."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from conftest import rms_error
 from models.tiny import logits_of, tiny
 from qerl.config import AdapterConfig
 from qerl.formats import BF16, FORMATS
-from qerl.kernels.int8_gradient import Rotation
+from qerl.kernels.int8_codes import Rotation
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models import packed_linear as op
 from qerl.models.adapter import adapter_off, adapter_tensors, add_adapter, publish
@@ -309,6 +311,36 @@ def test_codes_of_int8_are_made_once_while_operands_are_held(fuses, rng, monkeyp
     with repeating(linears, None):
         learn()
     assert len(made) == 4
-    rotation = linears[0].rotation
-    linears[0].load_weight(linears[0].weight)
-    assert rotation is not None and linears[0].rotation is None
+
+
+def test_a_weight_that_is_loaded_again_is_rounded_by_its_own_maxima(fuses, rng):
+    """The second of a group: the first one keeps what is known of both."""
+    linears = linears_of(rng, widths=(64, 64), format="nvfp4")
+    for linear in linears:
+        linear.backward = "int8"
+    x = torch.randn(5, K, generator=rng).bfloat16().requires_grad_()
+    (before,) = torch.autograd.grad(torch.cat(op.project(x, linears), 1).sum(), x)
+    new = FORMATS["nvfp4"].encode(torch.randn(64, K, generator=rng) * 100)
+    linears[1].load_weight(new)
+    y = torch.cat(op.project(x, linears), 1)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    for linear in linears:
+        linear.backward = "bf16"
+    (want,) = torch.autograd.grad(torch.cat(op.project(x, linears), 1).sum(), x)
+    assert rms_error(got, want) < 0.02 < rms_error(before, want)
+
+
+@pytest.mark.parametrize("is_repeated", (False, True))
+def test_gate_and_up_are_products_of_integers_only_where_gradients_alone_need_them(is_repeated, fuses, rng):
+    linears = linears_of(rng, widths=(128, 128), format="nvfp4", bias=False)
+    x = torch.randn(7, K, generator=rng).bfloat16().requires_grad_()
+    found = []
+    for backward in ("bf16", "int8"):
+        for linear in linears:
+            linear.backward = backward
+        with repeating(linears, None) if is_repeated else contextlib.nullcontext():
+            y = op.project_swiglu(x, linears, room=0)
+            found.append([y, *torch.autograd.grad(y.sum(), [x, *masters_of(linears)])])
+    (y, *gradients), (got_y, *got) = found
+    assert torch.equal(y, got_y) != is_repeated and rms_error(got_y, y) < 0.04
+    assert all(rms_error(x, want) < 0.06 for x, want in zip(got, gradients, strict=True))

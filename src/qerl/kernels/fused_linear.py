@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qerl.kernels import int8_gradient, row_kernel, swiglu
-from qerl.kernels.int8_gradient import RotatedWeight
+from qerl.kernels import int8_product, row_kernel, swiglu
+from qerl.kernels.int8_codes import RotatedWeight
 from qerl.kernels.lora_linear import Adapter
 from qerl.kernels.matmul_fp32 import add_product, product, summed
 from qerl.kernels.scale_columns import add_scaled, scale_columns
@@ -59,10 +59,13 @@ Operand = Callable[[torch.dtype, bool], Tensor]  # (dtype, True): [W | b], [N, K
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RotatedOperand:
-    """An operand whose products with dy are of 8-bit integers (int8_gradient.py)."""
+    """An operand whose products for the gradient are of 8-bit integers (int8_product.py)."""
 
     operand: Operand
     rotated: Callable[[], RotatedWeight]
+    """For products with dy."""
+    again: Callable[[], RotatedWeight] | None = None
+    """For the products of `fused_swiglu`, if only gradients are needed; None: they are in x's dtype."""
 
     def __call__(self, dtype: torch.dtype, has_b: bool) -> Tensor:
         return self.operand(dtype, has_b)
@@ -141,21 +144,14 @@ class _FusedLinear(torch.autograd.Function):
 class _FusedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, operand, parts, room, gaps_are_free, is_learning, *masters):
-        x_TC, w_NC = _with_u(x_TK, parts, gaps_are_free), operand(x_TK.dtype, True)
-        T, N, device = len(x_TC), len(w_NC), x_TC.device
-        y_TF = row_kernel.rows(T, N // 2, room, x_TC)
-        gate_TF = torch.empty(T, N // 2, dtype=x_TC.dtype, device=device) if is_learning else None
-        wide_TN = torch.empty(min(T, WIDE_ROWS), N, dtype=torch.float32, device=device)
-        factors_N, bare = None, parts
-        if len(_runs(parts)) == 1 and isinstance(parts[0].alpha, Tensor) and parts[0].bias_N is None:
-            factors_N = _factors(parts)
-            bare = [dataclasses.replace(part, alpha=1.0) for part in parts]
-        for start in range(0, T, WIDE_ROWS):
-            some = slice(start, min(start + WIDE_ROWS, T))
-            gate_up_TN = wide_TN[: some.stop - start]
-            _put(gate_up_TN, x_TC[some], w_NC, bare)
-            kept_TF = None if gate_TF is None else gate_TF[some]
-            swiglu.put_swiglu(gate_up_TN, y_TF[some], kept_TF, factors_N)
+        x_TC = _with_u(x_TK, parts, gaps_are_free)
+        T, F = len(x_TC), parts[0].width
+        y_TF = row_kernel.rows(T, F, room, x_TC)
+        gate_TF = torch.empty(T, F, dtype=x_TC.dtype, device=x_TC.device) if is_learning else None
+        if isinstance(operand, RotatedOperand) and operand.again is not None and gate_TF is not None:
+            _put_gate_up_again(y_TF, gate_TF, x_TC, operand.again(), parts)
+        else:
+            _put_gate_up(y_TF, gate_TF, x_TC, operand(x_TK.dtype, True), parts)
         if is_learning:
             # y.data: the next product writes u behind the rows of y, which autograd would count as a change
             ctx.save_for_backward(x_TC, gate_TF, y_TF.data)
@@ -168,6 +164,36 @@ class _FusedSwiGLU(torch.autograd.Function):
         dy_TN = swiglu.wide_gradient(dy_TF, gate_TF, y_TF)
         dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.operand, ctx.parts, ctx.needs_input_grad[0])
         return dx_TK, None, None, None, None, None, *gradients
+
+
+def _put_gate_up(
+    y_TF: Tensor, gate_TF: Tensor | None, x_TC: Tensor, w_NC: Tensor, parts: Sequence[LinearPart]
+) -> None:
+    T, N = len(x_TC), len(w_NC)
+    wide_TN = torch.empty(min(T, WIDE_ROWS), N, dtype=torch.float32, device=x_TC.device)
+    factors_N, bare = None, parts
+    if len(_runs(parts)) == 1 and isinstance(parts[0].alpha, Tensor) and parts[0].bias_N is None:
+        factors_N = _factors(parts)
+        bare = [dataclasses.replace(part, alpha=1.0) for part in parts]
+    for start in range(0, T, WIDE_ROWS):
+        some = slice(start, min(start + WIDE_ROWS, T))
+        gate_up_TN = wide_TN[: some.stop - start]
+        _put(gate_up_TN, x_TC[some], w_NC, bare)
+        kept_TF = None if gate_TF is None else gate_TF[some]
+        swiglu.put_swiglu(gate_up_TN, y_TF[some], kept_TF, factors_N)
+
+
+def _put_gate_up_again(
+    y_TF: Tensor, gate_TF: Tensor, x_TC: Tensor, weight: RotatedWeight, parts: Sequence[LinearPart]
+) -> None:
+    """The same by a product of integers."""
+    rank, u_TR, b_NR = sum(map(_rank, parts)), None, None
+    x_TK = x_TC[:, : x_TC.shape[1] - rank]
+    if rank:
+        u_TR = x_TC[:, x_TK.shape[1] :]
+        b_NR = x_TC.new_empty(sum(part.width for part in parts), rank)
+        _place_adapters(b_NR, parts)
+    int8_product.put_gate_up(x_TK, u_TR, b_NR, weight, y_TF, gate_TF)
 
 
 def _gradients(
@@ -342,9 +368,10 @@ def _runs(parts: Sequence[LinearPart]) -> list[list[LinearPart]]:
 
 def _input_gradient(dy_TN: Tensor, du_TR: Tensor, operand: Operand, parts: Sequence[LinearPart]) -> Tensor:
     a_RK = [part.adapter.a_work_RK for part in parts if part.adapter is not None]
-    plus_TK = du_TR @ _stacked(a_RK) if a_RK else None
     if isinstance(operand, RotatedOperand):
-        return int8_gradient.input_gradient(dy_TN, operand.rotated(), plus_TK)
+        adapter = (du_TR, _stacked(a_RK)) if a_RK else ()
+        return int8_product.input_gradient(dy_TN, operand.rotated(), *adapter)
+    plus_TK = du_TR @ _stacked(a_RK) if a_RK else None
     w_NK, row = operand(dy_TN.dtype, False), 0
     dx_TK = dy_TN.new_empty(len(dy_TN), w_NK.shape[1]) if plus_TK is None else plus_TK
     for run in _runs(parts):

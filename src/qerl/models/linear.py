@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qerl.formats import BF16, FP8Flow, PackedWeight
 from qerl.kernels.fp8_linear import fp8_linear
 from qerl.kernels.full_linear import full_linear
-from qerl.kernels.int8_gradient import Rotation
+from qerl.kernels.int8_codes import Rotation
 from qerl.kernels.lora_dropout import dropped_lora
 from qerl.kernels.lora_linear import Adapter, lora_linear
 
@@ -83,8 +83,10 @@ class QuantLinear(nn.Module):
         """Cache of operands for the next product, inside `repeating` and `holding`."""
         self.backward: Literal["bf16", "int8"] = "bf16"
         """Numbers of the products of its backward pass, where its kernels have them (learn.backward)."""
-        self.rotation: Rotation | None = None
-        """Factors and divisors of its fused weight in int8, once they are known (packed_linear.py)."""
+        self.rotations: dict[bool, tuple[OperandGroup, Rotation]] = {}
+        """By `along_k`: its fused weight, and the factors of that in int8, once they are known."""
+        self.is_repeated = False
+        """True inside `repeating`: only gradients are needed."""
         self.is_alone = False
         """True if it multiplies for itself, because its place among fused weights is of another adapter's
         rank."""
@@ -97,7 +99,8 @@ class QuantLinear(nn.Module):
         """Take this weight and drop the resident operand of an earlier one."""
         assert packed.shape == (self.out_width, self.in_width), (packed.shape, self)
         self.weight, self._operand = packed, None
-        self.fused = self.b_fused = self.rotation = None
+        self.fused = self.b_fused = None
+        self.rotations.clear()
         alpha = packed.alpha
         self.alpha = alpha if alpha.dim() else 1.0 if alpha.is_meta else alpha.item()
 
@@ -204,12 +207,17 @@ class QuantLinear(nn.Module):
 def repeating(linears: Iterable[QuantLinear], unread: Readable | None) -> Iterator[None]:
     """Keep each unpacked operand for one more product: a forward pass is repeated, then its backward pass
     follows. The result of `unread`, the last linear or experts, is skipped, if nothing reads it."""
+    linears = list(linears)
     try:
         if unread is not None:
             unread.is_read = False
+        for linear in linears:
+            linear.is_repeated = True
         with _leaving_operands(linears, OperandCache(is_held=False)):
             yield
     finally:
+        for linear in linears:
+            linear.is_repeated = False
         if unread is not None:
             unread.is_read = True
 

@@ -41,7 +41,7 @@ from qerl.kernels.fused_linear import (
     linear_onto,
     widened,
 )
-from qerl.kernels.int8_gradient import RotatedWeight, can_rotate, rotation_of
+from qerl.kernels.int8_codes import NEIGHBORS, RotatedWeight, Rotation, Weight, WeightTiles, can_rotate
 from qerl.kernels.nvfp4_tile import TILE_K, TILE_ROWS
 from qerl.kernels.swiglu import swiglu
 from qerl.kernels.tile_layout import TileLayout
@@ -334,26 +334,41 @@ def _operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) 
     n, k = sum(linear.out_width for linear in linears), group.in_width
     if linears[0].backward == "bf16" or x_TK.dtype != torch.bfloat16 or not can_rotate(n, k):
         return operand
-    return RotatedOperand(operand, functools.partial(_rotated, operand, linears))
+    rotated = functools.partial(_rotated, operand, group, linears)
+    has_again = linears[0].is_repeated and k % NEIGHBORS == 0 and all(x.bias is None for x in linears)
+    again = functools.partial(rotated, along_k=True) if has_again else None
+    return RotatedOperand(operand, functools.partial(rotated, along_k=False), again)
 
 
-def _rotated(operand: Operand, linears: Sequence[QuantLinear]) -> RotatedWeight:
+def _rotated(
+    operand: Operand, group: OperandGroup, linears: Sequence[QuantLinear], *, along_k: bool
+) -> RotatedWeight:
     """Return the weight in 8-bit integers, made again for each pass unless operands are held."""
-    first, unpack = linears[0], functools.partial(operand, torch.bfloat16, False)
-    w_NK = None
-    if first.rotation is None:
-        w_NK = unpack()
-        alphas = [torch.as_tensor(x.alpha, dtype=torch.float32, device=w_NK.device) for x in linears]
+    first, found = linears[0], None
+    of_group, rotation = first.rotations.get(along_k, (None, None))
+    if rotation is None or of_group is not group:
+        found = _weight(operand, group)
+        alphas = [torch.as_tensor(x.alpha, dtype=torch.float32, device=found[0].device) for x in linears]
         factors = [alpha.expand(x.out_width) for alpha, x in zip(alphas, linears, strict=True)]
-        first.rotation = rotation_of(w_NK, torch.cat(factors))
-    rotation, unpacked = first.rotation, first.unpacked
+        rotation = Rotation.of(found, torch.cat(factors), along_k=along_k)
+        first.rotations[along_k] = group, rotation
+    unpacked = first.unpacked
 
     def codes() -> Tensor:
-        return rotation.codes(unpack() if w_NK is None else w_NK)
+        return rotation.codes(_weight(operand, group) if found is None else found)
 
     if unpacked is None or not unpacked.is_held:
         return RotatedWeight(codes(), rotation)
     return RotatedWeight(unpacked.of(rotation, codes), rotation)
+
+
+def _weight(operand: Operand, group: OperandGroup) -> Weight:
+    """Return what integers are made from: tiles if they can be read as they are."""
+    if isinstance(group, PackedGroup) and row_kernel.on_gpu(group.tiles):
+        in_turns = group.rows is UnpackRows.GATE_UP
+        if not in_turns or group.widths[0] % NEIGHBORS == 0:
+            return WeightTiles(group.tiles, group.factors_N, group.layout, in_turns)
+    return operand(torch.bfloat16, False)
 
 
 def _plain_operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:

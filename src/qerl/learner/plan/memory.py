@@ -39,7 +39,7 @@ from qerl.engine.state_cache import slot_bytes
 from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
 from qerl.kernels.head_operand import slice_columns
-from qerl.kernels.int8_gradient import rotated_bytes, rotated_gradient_bytes
+from qerl.kernels.int8_codes import code_bytes, row_code_bytes
 from qerl.learner.plan import mixture
 from qerl.learner.plan.activations import (
     compute_dtype,
@@ -189,7 +189,11 @@ def operand_cache_bytes(a: Architecture, config: RunConfig) -> float:
     if config.learn.backward == "bf16":
         return operands
     groups = [(group, n) for spec, n in counted_specs(a) for group in spec.groups]
-    return operands + sum(n * rotated_bytes(x.out_width, x.in_width) for x, n in groups)
+    codes = sum(n * code_bytes(x.out_width, x.in_width) for x, n in groups)
+    if config.learn.gradient_checkpointing != "none":  # gate and up are multiplied once more
+        again = [(x, n) for x, n in groups if x.name == "gate_up"]
+        codes += sum(n * code_bytes(x.out_width, x.in_width, along_k=True) for x, n in again)
+    return operands + codes
 
 
 def int8_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
@@ -197,9 +201,7 @@ def int8_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     if config.learn.backward == "bf16":
         return 0.0
     groups = [group for spec, _ in counted_specs(a) for group in spec.groups]
-    return max(
-        rotated_bytes(x.out_width, x.in_width) + rotated_gradient_bytes(rows, x.out_width) for x in groups
-    )
+    return max(code_bytes(x.out_width, x.in_width) + row_code_bytes(rows, x.out_width) for x in groups)
 
 
 def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
