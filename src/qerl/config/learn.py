@@ -52,8 +52,8 @@ class LearnConfig:
 
     backward: Literal["bf16", "int8"] = "bf16"
     """Numbers whose products give the gradient of a linear's input. int8: rotated and rounded to 8-bit
-    integers; the forward pass, the adapter's gradients, experts and the head stay as they are. It needs an
-    H100 or H200."""
+    integers, and so are gate and up where a layer is recomputed. What is learned from, the adapter's
+    gradients, experts and the head stay as they are. It needs an H100 or H200."""
 
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit keeps the moments in 8 bits and needs the package bitsandbytes."""

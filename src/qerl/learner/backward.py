@@ -1,4 +1,4 @@
-"""learn.backward: the numbers whose products give the gradient of a linear's input."""
+"""learn.backward: the numbers whose products give a linear's gradient (kernels/int8_product.py)."""
 
 import torch
 
