@@ -60,7 +60,7 @@ def _line(shape: str, a: Architecture, gpu: Gpu) -> list[str] | None:
         return None
     most = largest_settings(a, config, PROMPT_TOKENS, gpu.memory_gb * 1e9)
     num_prompts = min(most.num_prompts, MAX_BATCH // GROUP)
-    full = _config(num_prompts, config.learn.max_tokens_per_microbatch)
+    full = _config(num_prompts, config.learn.microbatch_tokens)
     full = resolve_checkpointing(a, full, PROMPT_TOKENS, gpu.memory_gb * 1e9)
     speed = estimate_speed(gpu, a, full, prompt_tokens=PROMPT_TOKENS, mean_tokens=SAMPLE_TOKENS)
     return [
@@ -68,7 +68,7 @@ def _line(shape: str, a: Architecture, gpu: Gpu) -> list[str] | None:
         f"{GROUP * num_prompts}",
         f"{most.max_tokens:,}",
         full.learn.gradient_checkpointing,
-        f"{full.learn.max_tokens_per_microbatch:,}",
+        f"{full.learn.microbatch_tokens:,}",
         f"{speed.sampled_tokens_per_s:,.0f}",
         f"{speed.learned_tokens_per_s:,.0f}",
     ]
@@ -76,7 +76,7 @@ def _line(shape: str, a: Architecture, gpu: Gpu) -> list[str] | None:
 
 def _fitting(a: Architecture, gpu: Gpu) -> RunConfig | None:
     """Return a run of one group with the largest micro-batch that fits, None if none does."""
-    for micro_tokens in (LearnConfig().max_tokens_per_microbatch, _SMALL_MICROBATCH):
+    for micro_tokens in (LearnConfig().microbatch_tokens, _SMALL_MICROBATCH):
         config = _config(1, micro_tokens)
         resolved = resolve_checkpointing(a, config, PROMPT_TOKENS, gpu.memory_gb * 1e9)
         if peak_bytes(memory_parts(a, resolved, PROMPT_TOKENS)) <= USABLE_SHARE * gpu.memory_gb * 1e9:

@@ -174,7 +174,7 @@ def _decoder(made: Source, config: RunConfig, format: str) -> Decoder:
 def entropies(decoder: Decoder, groups: list[Group], config: RunConfig) -> tuple[float, float]:
     """Return the mean entropy over all sampled tokens, and over the first token of each prompt."""
     weighted = [(group, [1.0] * len(group.samples_G)) for group in groups]
-    batches = pack(weighted, max_tokens=config.learn.max_tokens_per_microbatch, device=decoder.device)
+    batches = pack(weighted, max_tokens=config.learn.microbatch_tokens, device=decoder.device)
     entropy_C = torch.cat([_entropy_of(decoder, batch, config) for batch in batches]).cpu()
     lengths = [[len(sample.tokens_T) for sample in group.samples_G] for group in groups]
     starts = itertools.accumulate((sum(lengths_G) for lengths_G in lengths), initial=0)

@@ -39,8 +39,10 @@ class LearnConfig:
     num_iterations: int = 1
     """Number of passes over the step's samples."""
 
-    max_tokens_per_microbatch: int = 8192
-    """Maximum number of packed tokens per forward and backward pass; the gradient does not depend on it."""
+    max_tokens_per_microbatch: int | None = None
+    """Maximum number of packed tokens per forward and backward pass; the gradient does not depend on it.
+    None: 8,192, and for a small model on a GPU up to 65,536, as far as memory is free: with fewer the GPU
+    would wait for the host."""
 
     logprob_chunk_tokens: int = 512
     """Number of rows of logits in memory at a time."""
@@ -57,6 +59,11 @@ class LearnConfig:
 
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit keeps the moments in 8 bits and needs the package bitsandbytes."""
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """max_tokens_per_microbatch, or its least value where that is None."""
+        return self.max_tokens_per_microbatch or 8192
 
     def __post_init__(self):
         check_positive(self, "learning_rate", "adam_epsilon", "max_grad_norm", prefix="learn.")

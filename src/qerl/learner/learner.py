@@ -97,7 +97,7 @@ class Learner:
         self._loss = LOSSES[config.algo.loss_type]
         self._optimizer = new_optimizer(self._masters, config.learn)
         self._forward = forward_of(decoder, config)
-        self._oom_retry = OomRetry(config.learn.max_tokens_per_microbatch, decoder.device, notice)
+        self._oom_retry = OomRetry(config.learn.microbatch_tokens, decoder.device, notice)
 
     def step(self, groups: list[Group]) -> dict[str, float]:
         """Learn from the samples that have a reward, with their advantages. A step with nothing to learn

@@ -9,6 +9,7 @@ from qerl.config import RunConfig
 from qerl.learner import Learner
 from qerl.learner.distributed import Ranks
 from qerl.learner.plan import memory as plan
+from qerl.learner.plan.microbatch import with_microbatches
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Group
 
@@ -22,8 +23,8 @@ def planned_learner(
     score: Callable[[list[Group]], Tensor] | None = None,
     ranks: Ranks,
 ) -> Learner:
-    """Resolve gradient_checkpointing auto by the memory plan, and report the plan. prompt_tokens: of the
-    longest prompt; score: the learner's, in exact mode."""
+    """Resolve gradient_checkpointing auto and max_tokens_per_microbatch None by the memory plan, and report
+    the plan. prompt_tokens: of the longest prompt; score: the learner's, in exact mode."""
     keeps_operands = False
     device, arch = decoder.device, decoder.architecture
     if arch is None and config.learn.gradient_checkpointing == "auto":  # there is no plan for this model
@@ -33,12 +34,14 @@ def planned_learner(
     if arch is not None and device.type != "cpu":
         gpu_bytes = plan.usable_bytes(device)
         config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
+        config = with_microbatches(arch, config, prompt_tokens, gpu_bytes)
         needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens))
         keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes)
         held_gb = plan.operand_cache_bytes(arch, config) / 1e9
         notice(
             f"learn.gradient_checkpointing is {config.learn.gradient_checkpointing}: learning needs"
-            f" {needed_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
+            f" {needed_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB in micro-batches of"
+            f" {config.learn.microbatch_tokens:,} tokens"
             + (f", and {held_gb:.1f} GB for operands that stay unpacked" if keeps_operands else "")
         )
     return Learner(decoder, config, notice=notice, score=score, ranks=ranks, holds_operands=keeps_operands)

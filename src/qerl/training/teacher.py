@@ -161,7 +161,7 @@ class LocalTeacher:
     ):
         self.policy, self._config, self._tokenizer = policy, config, tokenizer
         self._device, self._vocab_size = student.device, student.architecture.vocab_size
-        self._oom_retry = OomRetry(config.learn.max_tokens_per_microbatch, student.device, notice)
+        self._oom_retry = OomRetry(config.learn.microbatch_tokens, student.device, notice)
 
     def score(self, groups: list[Group]) -> Scores:
         samples = [sample for group in groups for sample in group.samples_G]

@@ -16,6 +16,7 @@ from qerl.learner.plan.memory import (
     resolve_checkpointing,
     weight_bytes,
 )
+from qerl.learner.plan.microbatch import with_microbatches
 from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
@@ -176,7 +177,11 @@ def _what_fits(
         f"largest batch {most.num_prompts * config.num_generations} samples at once, or samples of"
         f" {most.max_tokens} tokens,{rank} all other settings unchanged"
     ]
-    if can_cache_operands(a, resolved, prompt_tokens, gpu_bytes):
+    larger = with_microbatches(a, resolved, prompt_tokens, gpu_bytes)
+    if larger.learn.microbatch_tokens > resolved.learn.microbatch_tokens:
+        tokens = f"{larger.learn.microbatch_tokens:,}"
+        lines.append(f"on a GPU, learning takes micro-batches of up to {tokens} tokens in free memory")
+    if can_cache_operands(a, larger, prompt_tokens, gpu_bytes):
         cache_gb = operand_cache_bytes(a, resolved) / 1e9
         lines.append(f"learning also keeps unpacked operands in free memory, up to {cache_gb:.2f} GB")
     return lines

@@ -9,7 +9,7 @@ def microbatch_rows(config: RunConfig, prompt_tokens: int) -> int:
     It holds whole groups, or parts of a group with as many samples as fit, at least one (learner/packing.py).
     With branches, there is one more group for each sample.
     """
-    limit, branch = config.learn.max_tokens_per_microbatch, config.sample.max_tokens - 1
+    limit, branch = config.learn.microbatch_tokens, config.sample.max_tokens - 1
     group = prompt_tokens + config.num_generations * branch
     num_groups = config.num_prompts * (1 if config.algo.branching == "none" else 1 + config.num_generations)
     num_groups = -(-num_groups // config.learn.updates_per_step)

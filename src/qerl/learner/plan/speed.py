@@ -41,7 +41,7 @@ _BANDWIDTH_SHARE, _MATRIX_SHARE = 0.94, 0.8  # of the data sheet's figures, meas
 _UNPACK_BYTES = 24  # moved by PyTorch's operations to unpack a 4-bit weight
 _UNPACK_PASSES = {"none": 2, "layer": 3, "offload": 3}
 _LEARN_MFU = {"none": 0.57, "layer": 0.66, "offload": 0.66}
-_INT8_GAIN = {"none": 1.13, "layer": 1.08, "offload": 1.08}
+_INT8_GAIN = {"none": 1.13, "layer": 1.15, "offload": 1.15}
 _EXPERT_S = 86e-6
 """PyTorch's operations for one expert with rows: two of the seven linears that take 300 us in a layer. An
 estimate."""
@@ -181,7 +181,7 @@ def estimate_speed(
     if config.learn.backward == "int8":
         require(gpu.is_hopper, "learn.backward int8 needs a Hopper GPU (H100, H200): set it to bf16")
         mfu *= _INT8_GAIN[mode]
-    flop = (4 if mode == "none" else 6) * _num_weights(a)
+    flop = (4 if mode == "none" else 6) * num_weights(a)
     rows = microbatch_rows(config, prompt_tokens)
     unpacked = _UNPACK_PASSES[mode] * learner_unpack_bytes(a, config)
     token_s = flop / (_MATRIX_SHARE * gpu.flop_per_s * mfu)
@@ -219,7 +219,7 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
     rates = _DECODE[kernels]
     mfu = _DECODE["hopper"].mfu if format == "bf16" and kernels == "portable" else rates.mfu  # of cuBLAS
     active = num_active_weights(a)
-    operations = 2 * running * ((_num_weights(a) - active) / mfu + active / _EXPERT_MFU)
+    operations = 2 * running * ((num_weights(a) - active) / mfu + active / _EXPERT_MFU)
     launches = a.num_layers * rates.layer_s + len(a.layers_with_experts) * _MIXTURE_LAYER_S
     launches += (kernels == "torch") * _EXPERT_S * num_touched(a, running)
     return num_bytes / bandwidth + operations / matrix + launches
@@ -230,7 +230,7 @@ def _packed_weights(a: Architecture) -> int:
     return sum(count * group.num_weights for group, count in groups if group.is_quantized)
 
 
-def _num_weights(a: Architecture) -> int:
+def num_weights(a: Architecture) -> int:
     """Return the number of weights that one token is multiplied by."""
     layers = sum(n * linear.num_weights for spec, n in counted_specs(a) for linear in spec.linears)
     return layers + num_active_weights(a) + a.vocab_size * a.width

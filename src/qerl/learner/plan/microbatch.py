@@ -1,0 +1,38 @@
+"""Larger micro-batches of a small model, so that its GPU does not wait for the host.
+
+The host launches a pass of 28 layers in 0.2 to 0.4 s, however many tokens it has. Tokens/s of an update by
+tokens of a micro-batch (H100, NVFP4, no recomputation / layers recomputed; dev/LOG.md, 2026-11-27):
+
+                    8,192              16,384             32,768             65,536
+    0.5B shape     33,600                                85,500             96,500
+    1.5B shape     34,100 / 19,900    46,400 / 35,900    52,600 / 40,100         - / 40,900
+"""
+
+import dataclasses
+
+from qerl.config import RunConfig
+from qerl.learner.plan.memory import USABLE_SHARE, learning_bytes, memory_parts
+from qerl.learner.plan.speed import num_weights
+from qerl.models.architecture import Architecture
+
+MOST_TOKENS = 65_536
+_ENOUGH_WORK = 5e13  # tokens * weights: 0.7 s of an H100
+
+
+def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> RunConfig:
+    """Return the config with learn.max_tokens_per_microbatch None replaced by a number with which learning
+    fits. Its gradient_checkpointing must be resolved. gpu_bytes includes the CUDA context."""
+    if config.learn.max_tokens_per_microbatch is not None:
+        return config
+
+    def with_tokens(count: int) -> RunConfig:
+        learn = dataclasses.replace(config.learn, max_tokens_per_microbatch=count)
+        return dataclasses.replace(config, learn=learn)
+
+    tokens, weights = config.learn.microbatch_tokens, num_weights(a)
+    while tokens < MOST_TOKENS and tokens * weights < _ENOUGH_WORK:
+        parts = memory_parts(a, with_tokens(2 * tokens), prompt_tokens)
+        if learning_bytes(parts) > USABLE_SHARE * gpu_bytes:
+            break
+        tokens *= 2
+    return with_tokens(tokens)

@@ -1,0 +1,47 @@
+"""learn.max_tokens_per_microbatch None: how many tokens are learned from at a time."""
+
+import dataclasses
+
+import pytest
+
+from learner.tiny import run_config
+from qerl.config import ModelConfig
+from qerl.learner.plan import memory as plan
+from qerl.learner.plan.microbatch import MOST_TOKENS, with_microbatches
+from qerl.models.random_weights import shape
+
+PROMPT = 256
+
+
+def config_of(recompute="none", micro_tokens=None):
+    learn = {"gradient_checkpointing": recompute, "max_tokens_per_microbatch": micro_tokens}
+    config = run_config(learn=learn, model=ModelConfig())
+    sample = dataclasses.replace(config.sample, max_tokens=1024)
+    return dataclasses.replace(config, sample=sample, num_prompts=16, num_generations=8)
+
+
+def tokens_of(name, gpu_gb, *, recompute="none", micro_tokens=None):
+    config = with_microbatches(shape(name), config_of(recompute, micro_tokens), PROMPT, gpu_gb * 1e9)
+    return config.learn.max_tokens_per_microbatch
+
+
+def test_a_small_model_has_larger_ones():
+    found = [tokens_of(f"qwen2.5-{size}", 1000) for size in ("0.5b", "1.5b", "3b", "7b")]
+    assert found == [MOST_TOKENS, 32_768, 16_384, 8192]
+
+
+@pytest.mark.parametrize("recompute", ("none", "layer"))
+def test_they_are_the_largest_that_fit(recompute):
+    a, all_tokens = shape("qwen2.5-1.5b"), [8192, 16_384, 32_768]
+    needs = [
+        plan.learning_bytes(plan.memory_parts(a, config_of(recompute, count), PROMPT)) for count in all_tokens
+    ]
+    assert needs == sorted(needs) and needs[0] < needs[-1]
+    for need, count in zip(needs, all_tokens, strict=True):
+        enough = need / plan.USABLE_SHARE / 1e9
+        assert tokens_of("qwen2.5-1.5b", enough + 1e-3, recompute=recompute) == count
+    assert tokens_of("qwen2.5-1.5b", 0.1, recompute=recompute) == 8192
+
+
+def test_a_number_that_is_given_stays():
+    assert tokens_of("qwen2.5-0.5b", 1000, micro_tokens=100) == 100
