@@ -3,12 +3,17 @@
 import dataclasses
 
 import pytest
+import torch
 
+from learner.samples import prompt, sample
 from learner.tiny import run_config
 from qerl.config import ModelConfig
+from qerl.learner.packing import pack
 from qerl.learner.plan import memory as plan
 from qerl.learner.plan.microbatch import MOST_TOKENS, with_microbatches
+from qerl.learner.plan.rows import full_rows, microbatch_rows
 from qerl.models.random_weights import shape
+from qerl.types import Group
 
 PROMPT = 256
 
@@ -34,7 +39,8 @@ def test_a_small_model_has_larger_ones():
 def test_they_are_the_largest_that_fit(recompute):
     a, all_tokens = shape("qwen2.5-1.5b"), [8192, 16_384, 32_768]
     needs = [
-        plan.learning_bytes(plan.memory_parts(a, config_of(recompute, count), PROMPT)) for count in all_tokens
+        plan.learning_bytes(plan.memory_parts(a, config_of(recompute, count), PROMPT, count))
+        for count in all_tokens
     ]
     assert needs == sorted(needs) and needs[0] < needs[-1]
     for need, count in zip(needs, all_tokens, strict=True):
@@ -45,3 +51,25 @@ def test_they_are_the_largest_that_fit(recompute):
 
 def test_a_number_that_is_given_stays():
     assert tokens_of("qwen2.5-0.5b", 1000, micro_tokens=100) == 100
+
+
+@pytest.mark.parametrize("length", (40, 300))
+def test_short_samples_fill_no_more_than_what_was_planned(length):
+    """They fill a micro-batch better than those of the maximum length, from which the plan's rows come."""
+    config = config_of(micro_tokens=16_384)
+    one = sample([1] * length, logprobs_T=[0.0] * length, advantage=1.0)
+    group = Group(prompt=prompt(0, [1] * PROMPT), samples_G=[one] * 8)
+    batches = pack([(group, [1.0] * 8)] * 16, max_tokens=16_384, device=torch.device("cpu"))
+    most = max(len(batch.tokens_T) for batch in batches)
+    assert most <= full_rows(config, PROMPT) == 16_384
+    assert length < 100 or most > microbatch_rows(config, PROMPT)
+
+
+def test_a_size_fits_when_it_is_filled():
+    """Not only with the rows that samples of the maximum length have."""
+    a = shape("qwen2.5-1.5b")
+    for gpu_gb in range(12, 90, 2):
+        config = with_microbatches(a, config_of(), PROMPT, gpu_gb * 1e9)
+        rows = config.learn.max_tokens_per_microbatch
+        need = plan.learning_bytes(plan.memory_parts(a, config, PROMPT, rows))
+        assert rows == 8192 or need <= plan.USABLE_SHARE * gpu_gb * 1e9

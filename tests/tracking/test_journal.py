@@ -1,5 +1,6 @@
 """The run's folder: what a step writes, and what is there after a kill and a resume."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -415,6 +416,16 @@ def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
     with open_journal(tmp_path) as journal, pytest.raises(UserError, match=message):
         journal.start(changed)
     assert (tmp_path / "run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(("tokens", "is_accepted"), [(8192, True), (4096, False)])
+def test_a_run_of_the_former_default_goes_on_with_none(tokens, is_accepted, tmp_path):
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig(learn=LearnConfig(max_tokens_per_microbatch=tokens)))
+        take_steps(journal, 0, 1)
+    refused = pytest.raises(UserError, match=r"learn\.max_tokens_per_microbatch = 4096, not null")
+    with open_journal(tmp_path) as journal, contextlib.nullcontext() if is_accepted else refused:
+        journal.start(RunConfig())
 
 
 def test_fields_that_change_no_number_may_change_and_are_a_notice(tmp_path):

@@ -20,7 +20,7 @@ DESCRIPTION = f"""{__doc__}
 
 MODEL is a folder, a .gguf file, a hub id, a shape such as qwen2.5-7b, or a recipe, which also sets the
 other fields.
-The fields after --prompt-tokens are those of `qerl train`."""
+The fields after --mean-tokens are those of `qerl train`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

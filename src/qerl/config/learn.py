@@ -41,8 +41,9 @@ class LearnConfig:
 
     max_tokens_per_microbatch: int | None = None
     """Maximum number of packed tokens per forward and backward pass; the gradient does not depend on it.
-    None: 8,192, and for a small model on a GPU up to 65,536, as far as memory is free: with fewer the GPU
-    would wait for the host."""
+    One prompt with one sample may be more. None: 8,192, and for a model of less than about 6 billion weights
+    on a GPU up to 65,536, as far as memory is free: with fewer the GPU would wait for the host. The size is
+    that of a run that is resumed; two fresh runs with equal bits need it set."""
 
     logprob_chunk_tokens: int = 512
     """Number of rows of logits in memory at a time."""
@@ -54,16 +55,17 @@ class LearnConfig:
 
     backward: Literal["bf16", "int8"] = "bf16"
     """Numbers whose products give the gradient of a linear's input. int8: rotated and rounded to 8-bit
-    integers, and so are gate and up where a layer is recomputed. What is learned from, the adapter's
-    gradients, experts and the head stay as they are. It needs an H100 or H200."""
+    integers, and so are gate_proj and up_proj where a layer is recomputed. The pass whose log-probabilities
+    are learned from, the adapter's own products, experts and the head stay as they are. It needs an H100 or
+    H200, model.dtype bf16, adapter.kind lora without dropout, and another format than fp8-flow."""
 
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit keeps the moments in 8 bits and needs the package bitsandbytes."""
 
     @property
     def microbatch_tokens(self) -> int:
-        """max_tokens_per_microbatch, or its least value where that is None."""
-        return self.max_tokens_per_microbatch or 8192
+        """max_tokens_per_microbatch; where that is None, what a memory plan starts from."""
+        return 8192 if self.max_tokens_per_microbatch is None else self.max_tokens_per_microbatch
 
     def __post_init__(self):
         check_positive(self, "learning_rate", "adam_epsilon", "max_grad_norm", prefix="learn.")

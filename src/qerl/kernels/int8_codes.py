@@ -12,6 +12,7 @@ On a GPU codes are stored as the product's copies read them (cuda/int8_layout.cu
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from qerl.kernels.tile_layout import TileLayout
 NEIGHBORS = 64
 DEPTH, ROWS, COLUMNS = 128, 128, 256  # of int8_layout.cuh
 _FILE, _WEIGHT_THREADS, _MOST_ROW_THREADS = "int8_codes.cu", 256, 800
+_MOST_DEPTH = (2**31 - 1) // 127**2  # of a sum of products of integers in 32 bits
 _TAIL = DEPTH // 2  # columns of a block in bfloat16
 
 
@@ -38,6 +40,10 @@ class WeightTiles(NamedTuple):
     layout: TileLayout
     in_turns: bool
     """Gate and up take turns, 8 rows each."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.tiles.device
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,6 +98,7 @@ class RotatedWeight(NamedTuple):
 def rotated_rows(x_TS: Tensor, u_TR: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the codes of x in bfloat16, 8 times its maxima, and u as the product reads it."""
     T, n = x_TS.shape
+    assert row_kernel.are_vectors(x_TS) and n <= _MOST_DEPTH
     codes = torch.empty(row_code_bytes(T, n), dtype=torch.int8, device=x_TS.device)
     maxima_T = torch.empty(T, device=x_TS.device)
     rank, u_stride, u_lines = 0, 0, None
@@ -114,6 +121,7 @@ def adapter_lines(lines_MR: Tensor, factors_M: Tensor | None, features: int) -> 
     """Return the adapter's part of the second factor, bf16 of any strides, as the product reads it: lines
     times their factors. features: the width of gate and of up, if the lines are theirs; else 0."""
     M, rank = lines_MR.shape
+    assert lines_MR.dtype == torch.bfloat16 and (factors_M is None or factors_M.dtype == torch.float32)
     blocks = num_tail_blocks(rank)
     size = (2 * _padded(features, COLUMNS // 2) if features else _padded(M, COLUMNS)) * blocks * DEPTH
     placed = torch.empty(size, dtype=torch.int8, device=lines_MR.device)
@@ -172,7 +180,8 @@ def _on_gpu(weight: Weight) -> bool:
     if isinstance(weight, WeightTiles):
         assert row_kernel.on_gpu(weight.tiles), "tiles are read by a kernel"
         return True
-    return row_kernel.are_vectors(weight)
+    assert not row_kernel.on_gpu(weight) or row_kernel.are_vectors(weight)
+    return row_kernel.on_gpu(weight)
 
 
 def _rotated_weight(weight: Weight, factors_N: Tensor, along_k: bool) -> Tensor:
@@ -223,11 +232,10 @@ def variants(widths: tuple[int, ...]) -> list[KernelVariant]:
         KernelVariant(_FILE, "rotate_rows", (("THREADS", threads), ("VECTORS", vectors)), threads, 0)
         for threads, vectors in sorted({_row_threads(n) for n in widths})
     ]
+    names = "FORMAT", "ALONG_K", "MAXIMA", "IN_TURNS"
     for format in (-1, *(layout.define for layout in TileLayout)):
-        for along_k, maxima, in_turns in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)):
-            if format >= 0 or along_k or not in_turns:
-                in_turns *= int(format >= 0)
-                names = "FORMAT", "ALONG_K", "MAXIMA", "IN_TURNS"
+        for along_k, maxima, in_turns in itertools.product((0, 1), repeat=3):
+            if in_turns == 0 or format >= 0:
                 defines = zip(names, (format, along_k, maxima, in_turns), strict=True)
                 variant = KernelVariant(_FILE, "rotate_weight", tuple(sorted(defines)), _WEIGHT_THREADS, 0)
                 found.append(variant)

@@ -106,6 +106,7 @@ def _launch(
     y: Tensor,
     gate_TF: Tensor | None,
 ) -> None:
+    assert x_TS.dtype == y.dtype == torch.bfloat16
     x_TS = x_TS if row_kernel.are_vectors(x_TS) else x_TS.contiguous()
     codes, maxima_T, u_lines = int8_codes.rotated_rows(x_TS, None if lines is None else u_TR)
     tensors = codes, weight.codes, u_lines, lines, maxima_T, weight.rotation.maxima, y, gate_TF

@@ -5,10 +5,10 @@
     offload   the same in pinned host memory, as far as it has room (kept_on_host.py)
 
 Gradients are bitwise the same (tests/learner/test_activation_checkpointing.py), unless learn.backward is
-int8: gate and up are then recomputed in 8-bit integers. A weight unpacked for the second forward pass serves
-the input gradient too, so a layer unpacks no more often than without checkpointing. A layer's last product,
-29 % of a forward pass at the 7B shape, is not recomputed: nothing reads it. With more than 16,384 rows its
-MLP runs some rows at a time (chunked_mlp.py).
+int8: gate and up are then recomputed in 8-bit integers. In bf16 a weight unpacked for the second forward pass
+serves the input gradient too, so a layer unpacks no more often than without checkpointing. A layer's last
+product, 29 % of a forward pass at the 7B shape, is not recomputed: nothing reads it. With more than 16,384
+rows its MLP runs some rows at a time (chunked_mlp.py).
 
 Peak memory of learning from 8,192 rows, 7B shape, NVFP4 (H200): 41.2 GB with none, 13.2 GB with layer (3.3 GB
 of it are layer inputs in fp32), 10.8 GB planned with offload (0.5 GB of inputs).

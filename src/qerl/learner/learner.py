@@ -133,7 +133,7 @@ class Learner:
 
     @property
     def micro_tokens(self) -> int:
-        """config.learn.max_tokens_per_microbatch, or the smaller size that fitted."""
+        """config.learn.microbatch_tokens, that of a run that is resumed, or a smaller size that fitted."""
         return self._oom_retry.micro_tokens
 
     def _update(self, share: Minibatch, before: list[BatchMetrics] | None) -> Update:

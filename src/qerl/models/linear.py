@@ -84,7 +84,7 @@ class QuantLinear(nn.Module):
         self.backward: Literal["bf16", "int8"] = "bf16"
         """Numbers of the products of its backward pass, where its kernels have them (learn.backward)."""
         self.rotations: dict[bool, tuple[OperandGroup, Rotation]] = {}
-        """By `along_k`: its fused weight, and the factors of that in int8, once they are known."""
+        """By `along_k`: its fused weight, and the factors of that in int8 once known (rotated_weight.py)."""
         self.is_repeated = False
         """True inside `repeating`: only gradients are needed."""
         self.is_alone = False

@@ -35,19 +35,19 @@ from qerl.kernels import nvfp4_decode, row_kernel, tile_layout, tile_unpack
 from qerl.kernels.fused_linear import (
     LinearPart,
     Operand,
-    RotatedOperand,
     fused_linear,
     fused_swiglu,
     linear_onto,
     widened,
 )
-from qerl.kernels.int8_codes import NEIGHBORS, RotatedWeight, Rotation, Weight, WeightTiles, can_rotate
+from qerl.kernels.int8_codes import NEIGHBORS, WeightTiles
 from qerl.kernels.nvfp4_tile import TILE_K, TILE_ROWS
 from qerl.kernels.swiglu import swiglu
 from qerl.kernels.tile_layout import TileLayout
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.fused_weights import FusedBF16, fuse_weights
 from qerl.models.linear import OperandGroup, QuantLinear
+from qerl.models.rotated_weight import is_rotated, rotated_operand
 from qerl.models.tileable import exponents, fits_tiles, tileable
 
 # Packing takes more than an int32 for each code: 16 Mi weights at a time take 0.5 GB beside the model.
@@ -85,6 +85,14 @@ class PackedGroup:
         """MXFP4's factors, powers of two, which operands include."""
         is_mxfp4 = self.layout is TileLayout.NVFP4 and len(self.scales[0]) > 1
         return self.factors_N if is_mxfp4 else None
+
+    @property
+    def weight_tiles(self) -> WeightTiles | None:
+        """The tiles as 8-bit integers are made from them; None: they cannot be."""
+        in_turns = self.rows is UnpackRows.GATE_UP
+        if not row_kernel.on_gpu(self.tiles) or (in_turns and self.widths[0] % NEIGHBORS):
+            return None
+        return WeightTiles(self.tiles, self.factors_N, self.layout, in_turns)
 
     def part(self, index: int) -> tuple[Tensor, UnpackRows]:
         """Return one linear's tiles and which of their rows belong to it."""
@@ -330,53 +338,24 @@ def _is_fused_on(x_TK: Tensor) -> bool:
 
 
 def _operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:
-    operand = _plain_operand(x_TK, group, linears)
-    n, k = sum(linear.out_width for linear in linears), group.in_width
-    if linears[0].backward == "bf16" or x_TK.dtype != torch.bfloat16 or not can_rotate(n, k):
-        return operand
-    rotated = functools.partial(_rotated, operand, group, linears)
-    has_again = linears[0].is_repeated and k % NEIGHBORS == 0 and all(x.bias is None for x in linears)
-    again = functools.partial(rotated, along_k=True) if has_again else None
-    return RotatedOperand(operand, functools.partial(rotated, along_k=False), again)
+    if not is_rotated(x_TK, group, linears):
+        return _plain_operand(x_TK, group, linears)
+    tiles = group.weight_tiles if isinstance(group, PackedGroup) else None
+    operand = _plain_operand(x_TK, group, linears, is_read_again=tiles is None)
+    return rotated_operand(operand, group, tiles, linears)
 
 
-def _rotated(
-    operand: Operand, group: OperandGroup, linears: Sequence[QuantLinear], *, along_k: bool
-) -> RotatedWeight:
-    """Return the weight in 8-bit integers, made again for each pass unless operands are held."""
-    first, found = linears[0], None
-    of_group, rotation = first.rotations.get(along_k, (None, None))
-    if rotation is None or of_group is not group:
-        found = _weight(operand, group)
-        alphas = [torch.as_tensor(x.alpha, dtype=torch.float32, device=found[0].device) for x in linears]
-        factors = [alpha.expand(x.out_width) for alpha, x in zip(alphas, linears, strict=True)]
-        rotation = Rotation.of(found, torch.cat(factors), along_k=along_k)
-        first.rotations[along_k] = group, rotation
-    unpacked = first.unpacked
-
-    def codes() -> Tensor:
-        return rotation.codes(_weight(operand, group) if found is None else found)
-
-    if unpacked is None or not unpacked.is_held:
-        return RotatedWeight(codes(), rotation)
-    return RotatedWeight(unpacked.of(rotation, codes), rotation)
-
-
-def _weight(operand: Operand, group: OperandGroup) -> Weight:
-    """Return what integers are made from: tiles if they can be read as they are."""
-    if isinstance(group, PackedGroup) and row_kernel.on_gpu(group.tiles):
-        in_turns = group.rows is UnpackRows.GATE_UP
-        if not in_turns or group.widths[0] % NEIGHBORS == 0:
-            return WeightTiles(group.tiles, group.factors_N, group.layout, in_turns)
-    return operand(torch.bfloat16, False)
-
-
-def _plain_operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:
+def _plain_operand(
+    x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear], *, is_read_again: bool = True
+) -> Operand:
+    """is_read_again: False if the backward pass does not read what a repeated forward pass unpacks."""
     rank, columns = room(linears), group.in_width
     if isinstance(group, FusedBF16):
         assert columns + rank in (columns, group.wide_NC.shape[1]), "some adapters are on, some off"
         return lambda dtype, has_b: group.wide_NC[:, : columns + rank if has_b else columns]
     parts, unpacked = [_part(linear) for linear in linears], linears[0].unpacked
+    if unpacked is not None and not (unpacked.is_held or is_read_again):
+        unpacked = None
     num_rows, like = sum(part.width for part in parts), x_TK.new_empty(0)
 
     def unpack(dtype: torch.dtype, room: int) -> Tensor:

@@ -26,6 +26,8 @@ EXEMPT |= {"task.reward_overlap"}
 EXEMPT |= {"rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
 EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
 _MAX_NAMED_FIELDS = 3
+_FORMER_DEFAULTS = {"evaluate.success_threshold": "1.0", "learn.max_tokens_per_microbatch": "8192"}
+"""Defaults of fields that are null by default now. A resumed run's micro-batches are its checkpoint's."""
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
 
 
@@ -113,8 +115,9 @@ def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict
     accepted = {"task.name"} if new["accept_changes"] else set()
     if new["num_steps"] > old.get("num_steps", math.inf):
         accepted.add("num_steps")
-    if found.get("evaluate.success_threshold") == ("1.0", "null"):  # the default of former versions
-        del found["evaluate.success_threshold"]
+    for name, default in _FORMER_DEFAULTS.items():
+        if found.get(name) == (default, "null"):
+            del found[name]
     wrong = {name: pair for name, pair in found.items() if name not in accepted}
     if not wrong:
         return {f"config.{name}": tuple(map(json.loads, pair)) for name, pair in found.items()}

@@ -10,6 +10,7 @@ from qerl.learner import Learner
 from qerl.learner.distributed import Ranks
 from qerl.learner.plan import memory as plan
 from qerl.learner.plan.microbatch import with_microbatches
+from qerl.learner.plan.rows import full_rows
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Group
 
@@ -35,8 +36,12 @@ def planned_learner(
         gpu_bytes = plan.usable_bytes(device)
         config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
         config = with_microbatches(arch, config, prompt_tokens, gpu_bytes)
-        needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens))
-        keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes)
+        least = min(ranks.gather(config.learn.microbatch_tokens))  # the same on all ranks
+        learn = dataclasses.replace(config.learn, max_tokens_per_microbatch=least)
+        config = dataclasses.replace(config, learn=learn)
+        rows = full_rows(config, prompt_tokens)
+        needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens, rows))
+        keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes, rows)
         held_gb = plan.operand_cache_bytes(arch, config) / 1e9
         notice(
             f"learn.gradient_checkpointing is {config.learn.gradient_checkpointing}: learning needs"

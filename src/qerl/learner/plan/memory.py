@@ -40,11 +40,13 @@ from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
 from qerl.kernels.head_operand import slice_columns
 from qerl.kernels.int8_codes import code_bytes, row_code_bytes
+from qerl.kernels.matmul_fp32 import CHUNK_ROWS
 from qerl.learner.plan import mixture
 from qerl.learner.plan.activations import (
     compute_dtype,
     element_bytes,
     host_bytes,
+    is_chunked,
     kept_bytes,
     layer_bytes,
     row_width,
@@ -201,7 +203,13 @@ def int8_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     if config.learn.backward == "bf16":
         return 0.0
     groups = [group for spec, _ in counted_specs(a) for group in spec.groups]
-    return max(code_bytes(x.out_width, x.in_width) + row_code_bytes(rows, x.out_width) for x in groups)
+    in_chunks = config.learn.gradient_checkpointing != "none" and is_chunked(a, config, rows)
+
+    def of(x: LinearGroupSpec) -> int:
+        own = min(rows, CHUNK_ROWS) if in_chunks and x.name in ("gate_up", "down") else rows
+        return code_bytes(x.out_width, x.in_width) + row_code_bytes(own, x.out_width)
+
+    return max(map(of, groups))
 
 
 def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
@@ -226,8 +234,11 @@ def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     return logits + rows * a.width * (2 * 4 + element_bytes(config)) + operand
 
 
-def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[MemoryPart]:
-    n, rows = num_trained_weights(a, config), microbatch_rows(config, prompt_tokens)
+def memory_parts(
+    a: Architecture, config: RunConfig, prompt_tokens: int, rows: int | None = None
+) -> list[MemoryPart]:
+    """Return the parts with micro-batches of `rows`; None: those of samples of the maximum length."""
+    n, rows = num_trained_weights(a, config), rows or microbatch_rows(config, prompt_tokens)
     step_tokens = config.num_prompts * (prompt_tokens + config.num_generations * config.sample.max_tokens)
     prefill_rows = min(config.engine.batched_tokens(is_mixture=a.mixture is not None), step_tokens)
     # The head's rows are freed before the layers' backward passes begin; the saved inputs stay all along.
@@ -309,13 +320,16 @@ def resolve_checkpointing(
     return changed
 
 
-def can_cache_operands(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> bool:
+def can_cache_operands(
+    a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float, rows: int | None = None
+) -> bool:
     """True if there are unpacked operands and those of all layers fit beside what learning takes.
 
-    The config's gradient_checkpointing must be resolved. gpu_bytes includes the CUDA context.
+    The config's gradient_checkpointing must be resolved. gpu_bytes includes the CUDA context. rows: as for
+    memory_parts.
     """
     cache = operand_cache_bytes(a, config)
-    need = learning_bytes(memory_parts(a, config, prompt_tokens)) + cache
+    need = learning_bytes(memory_parts(a, config, prompt_tokens, rows)) + cache
     return cache > 0 and need <= USABLE_SHARE * gpu_bytes
 
 

@@ -12,6 +12,7 @@ import dataclasses
 
 from qerl.config import RunConfig
 from qerl.learner.plan.memory import USABLE_SHARE, learning_bytes, memory_parts
+from qerl.learner.plan.rows import full_rows
 from qerl.learner.plan.speed import num_weights
 from qerl.models.architecture import Architecture
 
@@ -20,8 +21,9 @@ _ENOUGH_WORK = 5e13  # tokens * weights: 0.7 s of an H100
 
 
 def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> RunConfig:
-    """Return the config with learn.max_tokens_per_microbatch None replaced by a number with which learning
-    fits. Its gradient_checkpointing must be resolved. gpu_bytes includes the CUDA context."""
+    """Return the config with learn.max_tokens_per_microbatch None replaced by 8,192, or by a larger number
+    with which learning fits whatever the samples' lengths. Its gradient_checkpointing must be resolved.
+    gpu_bytes includes the CUDA context."""
     if config.learn.max_tokens_per_microbatch is not None:
         return config
 
@@ -31,7 +33,8 @@ def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gp
 
     tokens, weights = config.learn.microbatch_tokens, num_weights(a)
     while tokens < MOST_TOKENS and tokens * weights < _ENOUGH_WORK:
-        parts = memory_parts(a, with_tokens(2 * tokens), prompt_tokens)
+        larger = with_tokens(2 * tokens)
+        parts = memory_parts(a, larger, prompt_tokens, full_rows(larger, prompt_tokens))
         if learning_bytes(parts) > USABLE_SHARE * gpu_bytes:
             break
         tokens *= 2

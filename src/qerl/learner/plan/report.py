@@ -17,6 +17,7 @@ from qerl.learner.plan.memory import (
     weight_bytes,
 )
 from qerl.learner.plan.microbatch import with_microbatches
+from qerl.learner.plan.rows import full_rows
 from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
@@ -133,6 +134,7 @@ def format_plan(
             f" {prompt_tokens + config.sample.max_tokens}"
         )
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_gb * 1e9)
+    as_run = with_microbatches(a, resolved, prompt_tokens, gpu_gb * 1e9)
     parts = memory_parts(a, resolved, prompt_tokens)
     calibration = _calibration(a, config)
     peak = max(peak_bytes(parts), calibration)
@@ -163,7 +165,7 @@ def format_plan(
             f" {1 - USABLE_SHARE:.0%} of it kept free",
             "",
             *advice,
-            *(_speed(gpu, a, resolved, prompt_tokens, mean_tokens) if gpu and fits else ()),
+            *(_speed(gpu, a, as_run, prompt_tokens, mean_tokens) if gpu and fits else ()),
         ]
     )
 
@@ -181,7 +183,7 @@ def _what_fits(
     if larger.learn.microbatch_tokens > resolved.learn.microbatch_tokens:
         tokens = f"{larger.learn.microbatch_tokens:,}"
         lines.append(f"on a GPU, learning takes micro-batches of up to {tokens} tokens in free memory")
-    if can_cache_operands(a, larger, prompt_tokens, gpu_bytes):
+    if can_cache_operands(a, larger, prompt_tokens, gpu_bytes, full_rows(larger, prompt_tokens)):
         cache_gb = operand_cache_bytes(a, resolved) / 1e9
         lines.append(f"learning also keeps unpacked operands in free memory, up to {cache_gb:.2f} GB")
     return lines

@@ -3,6 +3,13 @@
 from qerl.config import RunConfig
 
 
+def full_rows(config: RunConfig, prompt_tokens: int) -> int:
+    """Return the most rows of a micro-batch whatever the samples' lengths: shorter ones fill it better."""
+    group = prompt_tokens + config.num_generations * (config.sample.max_tokens - 1)
+    all_rows = group * _num_groups(config)
+    return max(min(config.learn.microbatch_tokens, all_rows), microbatch_rows(config, prompt_tokens))
+
+
 def microbatch_rows(config: RunConfig, prompt_tokens: int) -> int:
     """Return the rows of the largest micro-batch if all samples have the maximum length.
 
@@ -11,8 +18,7 @@ def microbatch_rows(config: RunConfig, prompt_tokens: int) -> int:
     """
     limit, branch = config.learn.microbatch_tokens, config.sample.max_tokens - 1
     group = prompt_tokens + config.num_generations * branch
-    num_groups = config.num_prompts * (1 if config.algo.branching == "none" else 1 + config.num_generations)
-    num_groups = -(-num_groups // config.learn.updates_per_step)
+    num_groups = _num_groups(config)
     if group <= limit:
         return group * min(limit // group, num_groups)
     most = space = 0
@@ -24,3 +30,9 @@ def microbatch_rows(config: RunConfig, prompt_tokens: int) -> int:
             space, left = space - prompt_tokens - count * branch, left - count
             most = max(most, limit - space)
     return most
+
+
+def _num_groups(config: RunConfig) -> int:
+    """Return the groups of an update."""
+    num_groups = config.num_prompts * (1 if config.algo.branching == "none" else 1 + config.num_generations)
+    return -(-num_groups // config.learn.updates_per_step)
