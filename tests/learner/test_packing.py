@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from learner.samples import prompt, random_groups, sample
+from qerl.learner import packing
 from qerl.learner.packing import pack
 from qerl.types import Group, Tree
 
@@ -10,7 +11,7 @@ CPU = torch.device("cpu")
 
 def packed(groups_P, max_tokens=1000, weights_P_G=None):
     weights_P_G = weights_P_G or [[1.0] * len(group.samples_G) for group in groups_P]
-    return pack(list(zip(groups_P, weights_P_G, strict=True)), max_tokens=max_tokens, device=CPU)
+    return list(pack(list(zip(groups_P, weights_P_G, strict=True)), max_tokens=max_tokens, device=CPU))
 
 
 def alone(groups_P):
@@ -110,6 +111,17 @@ def test_the_first_part_of_a_split_group_fills_the_batch_before():
     assert [len(batch.tokens_T) for batch in packed(groups, max_tokens=9)] == [
         8
     ] * 12  # no room for a prompt more
+
+
+def test_a_batch_is_laid_out_when_it_is_first_read(monkeypatch):
+    """So a GPU that computes the first one does not wait for the second."""
+    made, lay_out = [], packing._lay_out
+    monkeypatch.setattr(packing, "_lay_out", lambda *given: made.append(1) or lay_out(*given))
+    groups = [Group(prompt=prompt(i, [1, 2]), samples_G=[sample([3, 4])]) for i in range(3)]
+    batches = pack([(group, [1.0]) for group in groups], max_tokens=3, device=CPU)
+    assert len(batches) == 3 and not made
+    assert batches[1] is batches[-2] and len(made) == 1
+    assert len(list(batches)) == 3 and len(made) == 3
 
 
 def test_weight_zero_leaves_a_sample_out():

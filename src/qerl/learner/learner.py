@@ -21,7 +21,7 @@ With several ranks each learns from its part of the groups. Gradients are summed
 every rank makes the same update to its copy of the masters (tests/training/test_distributed.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -170,7 +170,7 @@ class Learner:
         return self._score(part.groups)
 
     def _learn_all(
-        self, batches: list[PackedBatch], exact_C: Tensor | None, before: list[BatchMetrics] | None
+        self, batches: Sequence[PackedBatch], exact_C: Tensor | None, before: list[BatchMetrics] | None
     ) -> list[MinibatchMetrics]:
         """Compute the gradient of all batches into the masters' grad, replacing what was there."""
         self._optimizer.zero_grad(set_to_none=True)
@@ -180,10 +180,10 @@ class Learner:
         with holding(linears if self._is_holding(batches) else []):
             return [self._learn(i, *each) for i, each in enumerate(zip(batches, exact, known, strict=True))]
 
-    def _is_holding(self, batches: list[PackedBatch]) -> bool:
+    def _is_holding(self, batches: Sequence[PackedBatch]) -> bool:
         return self.holds_operands and len(batches) > 1
 
-    def _release_operands(self, batches: list[PackedBatch]) -> str | None:
+    def _release_operands(self, batches: Sequence[PackedBatch]) -> str | None:
         if not self._is_holding(batches):
             return None
         self.holds_operands = False
@@ -284,7 +284,7 @@ class Learner:
     def _read(self, part: MinibatchPart) -> list[BatchMetrics]:
         exact_C = self._exact(part)
 
-        def read_all(batches: list[PackedBatch]) -> list[BatchMetrics]:
+        def read_all(batches: Sequence[PackedBatch]) -> list[BatchMetrics]:
             pairs = zip(batches, divided(exact_C, batches), strict=True)
             return [self._reading(batch, exact_C, *self._forward(batch)) for batch, exact_C in pairs]
 

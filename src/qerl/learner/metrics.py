@@ -48,14 +48,14 @@ class BatchMetrics:
     """Routes of a mixture of experts; None for another model."""
 
 
-def divided(values_C: Tensor | None, batches: list[PackedBatch]) -> Sequence[Tensor | None]:
+def divided(values_C: Tensor | None, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:
     """Split values of all tokens by batch."""
     if values_C is None:
         return [None] * len(batches)
     return values_C.split([len(batch.targets_C) for batch in batches])
 
 
-def regrouped(readings: list[BatchMetrics], batches: list[PackedBatch]) -> list[BatchMetrics]:
+def regrouped(readings: list[BatchMetrics], batches: Sequence[PackedBatch]) -> list[BatchMetrics]:
     """Return the same values for the same sampled tokens in another packing."""
     if [len(r.logprob_C) for r in readings] == [len(batch.targets_C) for batch in batches]:
         return readings

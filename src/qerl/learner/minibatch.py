@@ -11,6 +11,7 @@ minibatch, balanced by the rows of groups with a gradient; weights are over all 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -28,7 +29,7 @@ class MinibatchPart:
     def __init__(self, weighted_P: list[tuple[Group, list[float]]], device: torch.device):
         self._weighted_P, self._device = weighted_P, device
         self._max_tokens: int | None = None
-        self._batches: list[PackedBatch] = []
+        self._batches: Sequence[PackedBatch] = ()
 
     @property
     def groups(self) -> list[Group]:
@@ -40,7 +41,7 @@ class MinibatchPart:
             for group, weights_G in self._weighted_P
         ]
 
-    def batches(self, max_tokens: int) -> list[PackedBatch]:
+    def batches(self, max_tokens: int) -> Sequence[PackedBatch]:
         """Return the packed batches; the order of the sampled tokens does not depend on max_tokens."""
         if max_tokens != self._max_tokens:
             self._batches = pack(self._weighted_P, max_tokens=max_tokens, device=self._device)

@@ -8,7 +8,7 @@ The failed attempt must not have had any effect; the split does not change the r
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -28,8 +28,8 @@ class OomRetry:
     def run(
         self,
         portion: MinibatchPart,
-        work: Callable[[list[PackedBatch]], R],
-        spare: Callable[[list[PackedBatch]], str | None] = lambda batches: None,
+        work: Callable[[Sequence[PackedBatch]], R],
+        spare: Callable[[Sequence[PackedBatch]], str | None] = lambda batches: None,
     ) -> R:
         """Return work(batches of the part). spare: release optional memory and say what, or return None."""
         while True:
@@ -51,7 +51,7 @@ class OomRetry:
             torch.cuda.synchronize(self._device)  # copies may still write to released memory
             torch.cuda.empty_cache()
 
-    def _halve(self, batches: list[PackedBatch]) -> None:
+    def _halve(self, batches: Sequence[PackedBatch]) -> None:
         largest = max(len(batch.tokens_T) for batch in batches)
         if all(batch.num_samples == 1 for batch in batches):
             raise UserError(

@@ -17,7 +17,9 @@ eight make ten batches of 8,192 rows, not sixteen of which half have a single sa
 
 import dataclasses
 from array import array
+from collections.abc import Sequence
 from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -75,9 +77,26 @@ class _Branches:
         return len(self.prompt.tokens_T) + sum(len(sample.tokens_T) - 1 for sample, _ in self.samples)
 
 
+class PackedBatches(Sequence[PackedBatch]):
+    """Batches that are laid out when they are first read: a GPU still computes the ones before."""
+
+    def __init__(self, batches: list[list[_Branches]], device: torch.device):
+        self._batches, self._device = batches, device
+        self._laid_out: dict[int, PackedBatch] = {}
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> PackedBatch:  # type: ignore[override]
+        place = range(len(self))[index]
+        if place not in self._laid_out:
+            self._laid_out[place] = _lay_out(self._batches[place], self._device)
+        return self._laid_out[place]
+
+
 def pack(
     weighted_P: list[tuple[Group, list[float]]], *, max_tokens: int, device: torch.device
-) -> list[PackedBatch]:
+) -> PackedBatches:
     """Return batches of at most max_tokens rows, unless a single prompt and sample is longer.
 
     Each group comes with the weights of its samples' tokens; samples of weight 0 are left out.
@@ -91,7 +110,7 @@ def pack(
                 space = max_tokens
             batches[-1].append(branches)
             space -= branches.num_tokens
-    return [_lay_out(batch, device) for batch in batches]
+    return PackedBatches(batches, device)
 
 
 def _parts(group: Group, weights_G: list[float], max_tokens: int, space: int) -> list[_Branches]:
@@ -111,46 +130,48 @@ def _parts(group: Group, weights_G: list[float], max_tokens: int, space: int) ->
 
 
 def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
-    tokens_T: list[int] = []
-    positions_T: list[int] = []
+    tokens_T = array("q")
+    positions: list[Tensor] = []
     trees: list[Tree] = []
-    source_rows_C: list[int] = []
+    source_rows: list[Tensor] = []
     for branches in batch:
         prompt_T = branches.prompt.tokens_T
         assert prompt_T, "a prompt without tokens has no row to predict from"
-        start = len(tokens_T)
-        tokens_T += prompt_T
-        positions_T += range(len(prompt_T))
+        start, prompt_end = len(tokens_T), len(prompt_T)
+        tokens_T.extend(prompt_T)
+        positions.append(torch.arange(prompt_end))
         for sample, _ in branches.samples:
-            indices, inputs_T = sample.sampled_indices, sample.tokens_T[:-1]
-            assert len(indices) == len(sample.logprobs_T) > 0
-            rows_T = [start + len(prompt_T) - 1, *range(len(tokens_T), len(tokens_T) + len(inputs_T))]
-            source_rows_C += [rows_T[index] for index in indices]
-            positions_T += range(len(prompt_T), len(prompt_T) + len(inputs_T))
-            tokens_T += inputs_T
+            first, length = len(tokens_T), len(sample.tokens_T)
+            rows_T = torch.arange(first - 1, first - 1 + length)
+            rows_T[0] = start + prompt_end - 1
+            source_rows.append(rows_T[sample.sampled_indices] if sample.environment_spans else rows_T)
+            assert len(source_rows[-1]) == len(sample.logprobs_T) > 0
+            positions.append(torch.arange(prompt_end, prompt_end + length - 1))
+            tokens_T.extend(sample.tokens_T[:-1])
         lengths = tuple(len(sample.tokens_T) - 1 for sample, _ in branches.samples)
-        trees.append(Tree(start=start, prompt_tokens=len(prompt_T), branch_tokens=lengths))
+        trees.append(Tree(start=start, prompt_tokens=prompt_end, branch_tokens=lengths))
     samples = [pair for branches in batch for pair in branches.samples]
-    targets_C = [t for s, _ in samples for t in _sampled_tokens(s)]
+    lengths_S = [len(sample.logprobs_T) for sample, _ in samples]
+
+    def per_token(values_S: list, dtype: torch.dtype) -> Tensor:
+        repeated_C = torch.tensor(values_S, dtype=dtype).repeat_interleave(torch.tensor(lengths_S))
+        return sent(repeated_C, device)
+
     return PackedBatch(
-        tokens_T=_ints(tokens_T, device),
-        positions_T=_ints(positions_T, device),
+        tokens_T=_tensor(tokens_T, torch.int64, device),
+        positions_T=sent(torch.cat(positions), device),
         trees=trees,
         members=[(b.prompt.index, [s.sample_index for s, _ in b.samples]) for b in batch],
         layout=TreeLayout.of(trees, device),
-        source_rows_C=_ints(source_rows_C, device),
-        targets_C=_ints(targets_C, device),
-        sampler_logprobs_C=_reals([sample.logprobs_T for sample, _ in samples], device),
-        advantages_C=_reals([[s.advantage] * len(s.logprobs_T) for s, _ in samples], device),
-        weights_C=_reals([[weight] * len(s.logprobs_T) for s, weight in samples], device),
+        source_rows_C=sent(torch.cat(source_rows), device),
+        targets_C=_joined_array("q", [_sampled_tokens(s) for s, _ in samples], device),
+        sampler_logprobs_C=_joined_array("f", [s.logprobs_T for s, _ in samples], device),
+        advantages_C=per_token([s.advantage for s, _ in samples], torch.float32),
+        weights_C=per_token([weight for _, weight in samples], torch.float32),
         routes_T=_routes(batch, device),
-        spans=Segments.of([len(sample.logprobs_T) for sample, _ in samples], device),
-        is_sampled_C=_ints(
-            [x for s, _ in samples for x in [not s.is_given] * len(s.logprobs_T)], device
-        ).bool(),
-        mask=TokenMask.joined(
-            [s.allowed for s, _ in samples], [len(s.logprobs_T) for s, _ in samples], device
-        ),
+        spans=Segments.of(lengths_S, device),
+        is_sampled_C=per_token([not s.is_given for s, _ in samples], torch.bool),
+        mask=TokenMask.joined([s.allowed for s, _ in samples], lengths_S, device),
         teacher=_joined([sample.teacher for sample, _ in samples], device),
     )
 
@@ -191,13 +212,10 @@ def _sampled_tokens(sample: Sample) -> list[int]:
     return [sample.tokens_T[index] for index in sample.sampled_indices]
 
 
-def _ints(values: list[int], device: torch.device) -> Tensor:
-    return _tensor(array("q", values), torch.int64, device)
-
-
-def _reals(values: list[list[float]], device: torch.device) -> Tensor:
+def _joined_array(kind: Literal["q", "f"], values: list[list], device: torch.device) -> Tensor:
     """Return the samples' values, one for each sampled token, as one tensor."""
-    return _tensor(array("f", chain.from_iterable(values)), torch.float32, device)
+    joined = array(kind, chain.from_iterable(values))
+    return _tensor(joined, torch.int64 if kind == "q" else torch.float32, device)
 
 
 def _tensor(values: array, dtype: torch.dtype, device: torch.device) -> Tensor:

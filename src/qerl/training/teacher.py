@@ -172,7 +172,7 @@ class LocalTeacher:
             found = iter(self._oom_retry.run(part, lambda batches: self._score_all(decoder, batches)))
         return [[_finite(next(found)) for _ in group.samples_G] for group in groups]
 
-    def _score_all(self, decoder: Decoder, batches: list[PackedBatch]) -> list[TeacherLogprobs]:
+    def _score_all(self, decoder: Decoder, batches: Sequence[PackedBatch]) -> list[TeacherLogprobs]:
         return [each for batch in batches for each in self._score_batch(decoder, batch)]
 
     def _score_batch(self, decoder: Decoder, batch: PackedBatch) -> Iterator[TeacherLogprobs]:
