@@ -56,9 +56,8 @@ def test_on_a_gpu_the_gradient_keeps_its_direction(recompute, device, monkeypatc
         assert not error
         learn = {"backward": backward, "gradient_checkpointing": recompute}
         learner = Learner(decoder, run_config(learn=learn))
-        monkeypatch.setattr(
-            learner, "_apply", lambda rate: torch.ones((), device=device)
-        )  # keeps the gradients
+        one = torch.ones((), device=device)
+        monkeypatch.setattr(learner, "_apply", lambda rate, one=one: one)  # keeps the gradients
         learner.step(groups)
         found.append(torch.cat([master.grad.flatten().double() for master in learner._masters.values()]))
         rotated = [linear for _, linear in decoder.linears() if linear.rotations]

@@ -1,12 +1,11 @@
 // y = (up + 1) * gate * sigmoid(alpha * gate) of clamped gate and up, whose columns alternate, and its gradient; 8 results per thread.
 #include "bfloat16.cuh"
+#include "gate.cuh"
 #include "launch.cuh"
 
 struct Settings {
   float alpha, limit;
 };
-
-__device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
 
 // NaN stays NaN, as in torch's clamp.
 __device__ __forceinline__ float at_most(float v, float limit) { return v > limit ? limit : v; }

@@ -121,7 +121,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotate_rows(const u16* x, 
 #define FACTOR_PLACE(n) ((n) + (n) / 32 * 4)
 
 // The n of a CTA: 128 neighbors, or of tiles where gate and up take turns (IN_TURNS), 64 of gate and the same 64 of up.
-
 struct Rows {
   int first, features;
   __device__ __forceinline__ int n_of(int i) const {

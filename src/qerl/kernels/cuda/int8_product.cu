@@ -3,6 +3,7 @@
 // Tiles of 128 x 256: a warpgroup for each 64 rows, and a thread that keeps a ring of STAGES blocks filled (int8_layout.cuh). The sums of
 // integers are exact, so their order does not matter; then they become floats, onto which the adapter's part in bfloat16 is added.
 #include "bfloat16.cuh"
+#include "gate.cuh"
 #include "int8_layout.cuh"
 #include "launch.cuh"
 #include "mbarrier.cuh"
@@ -14,7 +15,6 @@
 #define B_BYTES (COLUMNS * DEPTH)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
 #define TILE_FEATURES (SWIGLU ? COLUMNS / 2 : COLUMNS)  // columns of y in a tile
-#define LEAST_GATE 8.673617379884035e-19f               // 2 ** -60, as in swiglu.cu
 
 #define SUMS4I(n) "+r"(d[n][0]), "+r"(d[n][1]), "+r"(d[n][2]), "+r"(d[n][3])
 #define SUMS16I(n) SUMS4I(n), SUMS4I(n + 1), SUMS4I(n + 2), SUMS4I(n + 3)
@@ -140,10 +140,10 @@ __device__ __forceinline__ void store(const Operands& o, const TilePlace& at, co
       float up[8];
       gather(f, j + TILE_FEATURES / 32, half, up);
 #pragma unroll
-      for (int i = 0; i < 8; i++) v[i] = fabsf(v[i]) < LEAST_GATE ? LEAST_GATE : v[i];
+      for (int i = 0; i < 8; i++) v[i] = divisor(v[i]);
       __stcs((uint4*)(o.gate + (size_t)row * o.columns + column), pack(v));
 #pragma unroll
-      for (int i = 0; i < 8; i++) v[i] = v[i] * __fdividef(1.f, 1.f + __expf(-v[i])) * up[i];
+      for (int i = 0; i < 8; i++) v[i] = v[i] * sigmoid(v[i]) * up[i];
 #endif
       *(uint4*)(o.y + (size_t)row * o.stride + column) = pack(v);
     }

@@ -1,10 +1,7 @@
 // y = silu(gate) * up and its gradients, 8 elements per thread.
 #include "bfloat16.cuh"
+#include "gate.cuh"
 #include "launch.cuh"
-
-#define LEAST_GATE 8.673617379884035e-19f  // 2 ** -60
-
-__device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
 
 extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const u16* up, u16* y, int features, int blocks_a_row,
                                                          int stride, int y_stride) {
@@ -39,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_
     for (int i = 0; i < 8; i++) g[i] *= factors[at + i], u[i] *= factors[features + at + i];
   }
 #pragma unroll
-  for (int i = 0; i < 8; i++) g[i] = fabsf(g[i]) < LEAST_GATE ? LEAST_GATE : g[i];
+  for (int i = 0; i < 8; i++) g[i] = divisor(g[i]);
   if (saved_gate) __stcs((uint4*)(saved_gate + row * features + at), pack(g));
 #pragma unroll
   for (int i = 0; i < 8; i++) u[i] = g[i] * sigmoid(g[i]) * u[i];

@@ -206,7 +206,7 @@ def int8_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     in_chunks = config.learn.gradient_checkpointing != "none" and is_chunked(a, config, rows)
 
     def of(x: LinearGroupSpec) -> int:
-        own = min(rows, CHUNK_ROWS) if in_chunks and x.name in ("gate_up", "down") else rows
+        own = CHUNK_ROWS if in_chunks and x.name in ("gate_up", "down") else rows
         return code_bytes(x.out_width, x.in_width) + row_code_bytes(own, x.out_width)
 
     return max(map(of, groups))

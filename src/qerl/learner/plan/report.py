@@ -140,7 +140,7 @@ def format_plan(
     peak = max(peak_bytes(parts), calibration)
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
     advice = (
-        _what_fits(a, config, resolved, prompt_tokens, gpu_gb * 1e9)
+        _what_fits(a, config, as_run, prompt_tokens, gpu_gb * 1e9)
         if fits
         else _what_would_fit(a, config, prompt_tokens, gpu_gb * 1e9)
     )
@@ -171,7 +171,7 @@ def format_plan(
 
 
 def _what_fits(
-    a: Architecture, config: RunConfig, resolved: RunConfig, prompt_tokens: int, gpu_bytes: float
+    a: Architecture, config: RunConfig, as_run: RunConfig, prompt_tokens: int, gpu_bytes: float
 ) -> list[str]:
     most = largest_settings(a, config, prompt_tokens, gpu_bytes)
     rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
@@ -179,12 +179,11 @@ def _what_fits(
         f"largest batch {most.num_prompts * config.num_generations} samples at once, or samples of"
         f" {most.max_tokens} tokens,{rank} all other settings unchanged"
     ]
-    larger = with_microbatches(a, resolved, prompt_tokens, gpu_bytes)
-    if larger.learn.microbatch_tokens > resolved.learn.microbatch_tokens:
-        tokens = f"{larger.learn.microbatch_tokens:,}"
+    if as_run.learn.microbatch_tokens > config.learn.microbatch_tokens:
+        tokens = f"{as_run.learn.microbatch_tokens:,}"
         lines.append(f"on a GPU, learning takes micro-batches of up to {tokens} tokens in free memory")
-    if can_cache_operands(a, larger, prompt_tokens, gpu_bytes, full_rows(larger, prompt_tokens)):
-        cache_gb = operand_cache_bytes(a, resolved) / 1e9
+    if can_cache_operands(a, as_run, prompt_tokens, gpu_bytes, full_rows(as_run, prompt_tokens)):
+        cache_gb = operand_cache_bytes(a, as_run) / 1e9
         lines.append(f"learning also keeps unpacked operands in free memory, up to {cache_gb:.2f} GB")
     return lines
 
