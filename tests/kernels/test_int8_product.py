@@ -162,6 +162,21 @@ def test_gate_and_up_round_as_the_cpu_does(T, F, K, device, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rank", (0, 20, 96))
+def test_gate_and_up_have_an_adapter_of_any_rank_or_none(rank, device, rng):
+    _needs_hopper(device)
+    x, w = torch.randn(130, 192, generator=rng), torch.randn(512, 192, generator=rng) / 14
+    u, b = torch.randn(130, rank, generator=rng), torch.randn(512, rank, generator=rng) / 9
+    x, w, u, b = (each.bfloat16() for each in (x, w, u, b))
+    factors = torch.rand(512, generator=rng) + 0.5
+    none = None, None
+    want = _gate_up(x.float(), w.float(), factors, *((u.float(), b.float()) if rank else none))
+    x, w, factors, u, b = (each.to(device) for each in (x, w, factors, u, b))
+    got = _gate_up(x, w, factors, *((u, b) if rank else none))
+    assert all(rms_error(g.cpu(), each) < 0.004 for g, each in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", (UnpackRows.ALL, UnpackRows.GATE_UP))
 @pytest.mark.parametrize("format", ("nvfp4", "mxfp4", "nf4", "fp8", "int8"))
 def test_codes_from_tiles_are_those_of_the_operand(format, rows, device, rng):

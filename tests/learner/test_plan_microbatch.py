@@ -1,6 +1,7 @@
 """learn.max_tokens_per_microbatch None: how many tokens are learned from at a time."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from qerl.learner.plan import memory as plan
 from qerl.learner.plan.microbatch import MOST_TOKENS, with_microbatches
 from qerl.learner.plan.rows import full_rows, microbatch_rows
 from qerl.models.random_weights import shape
+from qerl.training import planned_learner
 from qerl.types import Group
 
 PROMPT = 256
@@ -73,3 +75,16 @@ def test_a_size_fits_when_it_is_filled():
         rows = config.learn.max_tokens_per_microbatch
         need = plan.learning_bytes(plan.memory_parts(a, config, PROMPT, rows))
         assert rows == 8192 or need <= plan.USABLE_SHARE * gpu_gb * 1e9
+
+
+@pytest.mark.parametrize("of_other_rank", (8192, 65_536))
+def test_a_learner_on_a_gpu_gets_what_fits_on_every_rank(of_other_rank, monkeypatch):
+    """On 90 GB the 1.5B shape's own size is 32,768; no GPU is needed to ask."""
+    lines, ranks = [], SimpleNamespace(gather=lambda own: [own, of_other_rank])
+    monkeypatch.setattr(plan, "usable_bytes", lambda device: 90e9)
+    monkeypatch.setattr(planned_learner, "Learner", lambda decoder, config, **given: config)
+    decoder = SimpleNamespace(device=torch.device("cuda"), architecture=shape("qwen2.5-1.5b"))
+    config = planned_learner.planned_learner(decoder, config_of(), PROMPT, notice=lines.append, ranks=ranks)
+    tokens = min(32_768, of_other_rank)
+    assert config.learn.max_tokens_per_microbatch == tokens
+    assert f"in micro-batches of {tokens:,} tokens" in lines[0]
