@@ -98,19 +98,35 @@ def test_a_group_that_does_not_fit_is_split_into_as_few_parts_as_can_be(max_toke
 
 
 def test_the_first_part_of_a_split_group_fills_the_batch_before():
-    """Eight samples of 3 rows behind a prompt of 2: 7 and 1, then 6 beside that one and 2, then 5 and 3."""
+    """Eight samples of 3 rows behind a prompt of 2, at most 25 rows: 7 and 1, then 6 beside that one."""
     groups = [Group(prompt=prompt(0, [1, 2]), samples_G=[sample([5, 6, 7, 8])] * 8)] * 3
     batches = packed(groups, max_tokens=25)
-    assert [len(batch.tokens_T) for batch in batches] == [23, 5 + 20, 8 + 17, 11]
     assert [[len(tree.branch_tokens) for tree in batch.trees] for batch in batches] == [
         [7],
-        [1, 6],
-        [2, 5],
-        [3],
+        [1, 5],
+        [3, 2],
+        [6],
     ]
     assert [len(batch.tokens_T) for batch in packed(groups, max_tokens=9)] == [
         8
     ] * 12  # no room for a prompt more
+
+
+def test_batches_are_of_about_one_size():
+    """Filled one after the other the last would have 1,279 rows, and its GPU would wait for the host."""
+    groups = [Group(prompt=prompt(i, [1] * 256), samples_G=[sample([2] * 1024)] * 8) for i in range(8)]
+    sizes = [len(batch.tokens_T) for batch in packed(groups, max_tokens=8192)]
+    assert len(sizes) == 10 and min(sizes) == 6650 and max(sizes) == 7417
+
+
+def test_batches_of_one_size_are_no_more_than_filled_ones(rng):
+    for max_tokens in range(8, 200, 3):
+        weighted = [(group, [1.0] * 4) for group in random_groups(6, 4, vocab=50, rng=rng)]
+        filled = packing._Filler(max_tokens, weighted).batches
+        batches = list(pack(weighted, max_tokens=max_tokens, device=CPU))
+        assert len(batches) <= len(filled)
+        most = max(sum(branches.num_tokens for branches in batch) for batch in filled)
+        assert max(len(batch.tokens_T) for batch in batches) <= max(most, max_tokens)
 
 
 def test_a_batch_is_laid_out_when_it_is_first_read(monkeypatch):

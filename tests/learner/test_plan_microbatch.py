@@ -77,14 +77,14 @@ def test_a_size_fits_when_it_is_filled():
         assert rows == 8192 or need <= plan.USABLE_SHARE * gpu_gb * 1e9
 
 
-@pytest.mark.parametrize("of_other_rank", (8192, 65_536))
-def test_a_learner_on_a_gpu_gets_what_fits_on_every_rank(of_other_rank, monkeypatch):
-    """On 90 GB the 1.5B shape's own size is 32,768; no GPU is needed to ask."""
-    lines, ranks = [], SimpleNamespace(gather=lambda own: [own, of_other_rank])
+@pytest.mark.parametrize(("other_gb", "tokens", "kind"), [(10, 16_384, "layer"), (200, 32_768, "none")])
+def test_a_learner_on_a_gpu_gets_what_fits_on_every_rank(other_gb, tokens, kind, monkeypatch):
+    """This GPU has 90 GB; none is needed to ask."""
+    lines, ranks = [], SimpleNamespace(gather=lambda own: [own, other_gb * 1e9])
     monkeypatch.setattr(plan, "usable_bytes", lambda device: 90e9)
     monkeypatch.setattr(planned_learner, "Learner", lambda decoder, config, **given: config)
     decoder = SimpleNamespace(device=torch.device("cuda"), architecture=shape("qwen2.5-1.5b"))
-    config = planned_learner.planned_learner(decoder, config_of(), PROMPT, notice=lines.append, ranks=ranks)
-    tokens = min(32_768, of_other_rank)
-    assert config.learn.max_tokens_per_microbatch == tokens
-    assert f"in micro-batches of {tokens:,} tokens" in lines[0]
+    asked = config_of("auto")
+    learn = planned_learner.planned_learner(decoder, asked, PROMPT, notice=lines.append, ranks=ranks).learn
+    assert (learn.max_tokens_per_microbatch, learn.gradient_checkpointing) == (tokens, kind)
+    assert f"is {kind}: " in lines[0] and f"in micro-batches of {tokens:,} tokens" in lines[0]

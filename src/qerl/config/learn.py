@@ -45,8 +45,9 @@ class LearnConfig:
     on a GPU up to 65,536, as far as memory is free: with fewer the GPU would wait for the host. The size is
     that of a run that is resumed; two fresh runs with equal bits need it set."""
 
-    logprob_chunk_tokens: int = 512
-    """Number of rows of logits in memory at a time."""
+    logprob_chunk_tokens: int = 1024
+    """Number of rows of logits in memory at a time, 6 bytes a logit on a GPU. An update of Qwen2.5 7B is 1 to
+    2 % slower with 512, and no faster with 2,048."""
 
     gradient_checkpointing: Literal["auto", "none", "layer", "offload"] = "auto"
     """Activations kept for the backward pass. none: all activations. layer: each layer's input. offload: the

@@ -98,6 +98,11 @@ def gpu_of(device: torch.device) -> torch.device | None:
     return None if device.type == "meta" else device
 
 
+def num_sms(device: torch.device) -> int:
+    """Return the number of a CUDA device's multiprocessors."""
+    return torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
+
+
 def architecture_of(device: torch.device) -> CudaArchitecture:
     """Return the limits of a CUDA device. One that is not in the table gets those of sm_86, the tightest."""
     name = architecture_name(torch.cuda.get_device_capability(gpu_of(device)))

@@ -30,7 +30,7 @@ import struct
 import torch
 from torch import Tensor
 
-from qerl.kernels.architectures import gpu_of
+from qerl.kernels.architectures import gpu_of, num_sms
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_shape import CHUNK, Shape, Variant, choose_shape, choose_stages, most_chunks
@@ -225,7 +225,7 @@ class DecodeAttention:
         self.workspace = torch.full((sum(words),), -1, dtype=torch.int32, device=device)
         self._partials, self._maxima = self.workspace.split(words)
         gpu = torch.cuda.get_device_properties(gpu_of(device))
-        self._num_sms = gpu.multi_processor_count
+        self._num_sms = num_sms(device)
         self._shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
         self._kernel, self._write = cached_method(self._compile), cached_method(self._compile_write)
 

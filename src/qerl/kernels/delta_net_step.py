@@ -29,7 +29,7 @@ import struct
 import torch
 from torch import Tensor
 
-from qerl.kernels.architectures import SYSTEM_SHARED_BYTES, CudaArchitecture, architecture_of, gpu_of
+from qerl.kernels.architectures import SYSTEM_SHARED_BYTES, CudaArchitecture, architecture_of, num_sms
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.gated_delta import reference as delta_reference
@@ -88,7 +88,7 @@ def _most_ctas(device: torch.device) -> int | None:
     """Return the CTAs of a launch that copies ahead; None: it does not, and each head has its own CTA."""
     if device.type == "cpu" or not copies_ahead(architecture_of(device)):
         return None
-    return _CTAS * torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
+    return _CTAS * num_sms(device)
 
 
 def reference(

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import int8_product, row_kernel, swiglu
+from qerl.kernels.gradient_dtype import in_dtype
 from qerl.kernels.int8_codes import RotatedWeight
 from qerl.kernels.lora_linear import Adapter
 from qerl.kernels.matmul_fp32 import add_product, product, summed
@@ -136,7 +137,7 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dy):
         (x_TC,) = ctx.saved_tensors
-        dy_TN = side_by_side(dy).to(x_TC.dtype)
+        dy_TN = in_dtype(side_by_side(dy), x_TC.dtype)
         dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.operand, ctx.parts, ctx.needs_input_grad[0])
         dsum_TN = dy[0] if ctx.needs_input_grad[1] else None
         return dx_TK, dsum_TN, None, None, None, *gradients

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl.kernels.architectures import CudaArchitecture, architecture_of, gpu_of
+from qerl.kernels.architectures import CudaArchitecture, architecture_of, num_sms
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.clamped_swiglu import reference as clamped_reference
 from qerl.kernels.grouped_linear import reference as linear_reference
@@ -198,7 +198,7 @@ class GroupedProduct:
 
     def __init__(self, device: torch.device):
         self._device, self._card = device, architecture_of(device)
-        self._num_sms = torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
+        self._num_sms = num_sms(device)
         self._kernel = cached_method(self._compile)
         self._shrink_kernel = cached_method(self._compile_shrink)
 

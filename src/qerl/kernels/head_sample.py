@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qerl.formats import BF16, FP8
-from qerl.kernels.architectures import gpu_of
+from qerl.kernels.architectures import num_sms
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.nvfp4_tile import TILE_BYTES
@@ -232,7 +232,7 @@ class HeadSample:
         assert softcap is None or softcap > 0
         self.head, self._device, self._scale, self._softcap = head, device, scale, softcap
         self._format, (self._v, self._d) = _FORMATS[type(head)], head.shape
-        self._num_sms = torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
+        self._num_sms = num_sms(device)
         self._partials = torch.empty(max_rows, -(-self._v // CHUNK), 4, device=device)
         self._ordered_MD = torch.empty(max_rows, self._d, dtype=torch.bfloat16, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)

@@ -11,7 +11,6 @@ On a GPU codes are stored as the product's copies read them (cuda/int8_layout.cu
 """
 
 import dataclasses
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import row_kernel
-from qerl.kernels.architectures import gpu_of
+from qerl.kernels.architectures import num_sms
 from qerl.kernels.nvfp4_tile import TILE_K, TILE_ROWS
 from qerl.kernels.nvrtc import KernelVariant
 from qerl.kernels.tile_layout import TileLayout
@@ -169,11 +168,6 @@ def rotated(x_TS: Tensor) -> Tensor:
 def rounded(x_TS: Tensor, maxima_T: Tensor) -> Tensor:
     inverse_T = torch.where(maxima_T > 0, 127.0 / maxima_T.double(), 0.0)
     return (x_TS * inverse_T[:, None]).round().clamp(-127, 127).to(torch.int8)
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
 
 
 def _on_gpu(weight: Weight) -> bool:

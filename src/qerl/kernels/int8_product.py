@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels import int8_codes, row_kernel
-from qerl.kernels.int8_codes import COLUMNS, DEPTH, ROWS, RotatedWeight, num_sms, rotated, rounded
+from qerl.kernels.architectures import num_sms
+from qerl.kernels.int8_codes import COLUMNS, DEPTH, ROWS, RotatedWeight, rotated, rounded
 from qerl.kernels.nvrtc import CudaKernel, KernelVariant, addresses, compiled
 from qerl.kernels.swiglu import put_swiglu
 

@@ -9,7 +9,7 @@ import dataclasses
 
 import torch
 
-from qerl.kernels.architectures import gpu_of
+from qerl.kernels.architectures import num_sms
 from qerl.kernels.lora_shrink import (
     CTAS_AT_ONCE,
     MAX_ROWS,
@@ -37,7 +37,7 @@ class PortableLoraShrink(LoraShrink):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._num_sms = torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
+        self._num_sms = num_sms(device)
         self._ctas_at_once = CTAS_AT_ONCE * self._num_sms // _H200_SMS
         words = _MOST_CLUSTER * MAX_TOKENS * MAX_ROWS
         self._partials = torch.empty(words, dtype=torch.float32, device=device)

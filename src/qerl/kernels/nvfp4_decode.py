@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import e2m1
-from qerl.kernels.architectures import gpu_of
+from qerl.kernels.architectures import gpu_of, num_sms
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
 from qerl.kernels.nvrtc import addresses, compiled, tensor_map
@@ -126,9 +126,9 @@ class NVFP4Decode(PackedProduct[Tile]):
 
     def __init__(self, device: torch.device, choose: Callable[[int, int, int], Tile] | None = None):
         """choose: return a tile for (M, N, K), instead of the table."""
-        properties = torch.cuda.get_device_properties(gpu_of(device))
-        words = _WORKSPACE_WORDS * properties.multi_processor_count
-        super().__init__(device, choose or partial(choose_tile, gpu=properties.name), words)
+        name = torch.cuda.get_device_properties(gpu_of(device)).name
+        words = _WORKSPACE_WORDS * num_sms(device)
+        super().__init__(device, choose or partial(choose_tile, gpu=name), words)
         self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
         self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)

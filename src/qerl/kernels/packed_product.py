@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from qerl.kernels.architectures import gpu_of
+from qerl.kernels.architectures import num_sms
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_K, TILE_ROWS
 from qerl.kernels.nvrtc import addresses
 from qerl.kernels.swiglu import Activation
@@ -71,7 +71,7 @@ class PackedProduct(abc.ABC, Generic[T]):
     ):
         """choose: return a tile for (M, N, K); layout: of the weights."""
         self._device, self._choose, self._layout = device, choose, layout
-        self._num_sms = torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
+        self._num_sms = num_sms(device)
         # -1 marks a word as not written; every launch leaves all words so
         self.workspace = torch.full((workspace_words,), -1, dtype=torch.int32, device=device)
 

@@ -13,7 +13,7 @@ import struct
 import torch
 from torch import Tensor
 
-from qerl.kernels import row_kernel
+from qerl.kernels import gradient_dtype, row_kernel
 
 CASES = ((1, 64), (7, 96), (33, 896), (5, 3584), (3, 8192))  # rows, width
 _CTAS = 1024  # about as many as most GPUs run at once; in a long prefill each has several rows
@@ -65,7 +65,8 @@ def fork(
 ) -> tuple[Tensor, Tensor]:
     """Return (norm of h, an h that may be modified in place): h itself without gradients, else a copy.
 
-    The copy's gradient is added to the norm's. On a GPU each of the two passes is one kernel.
+    The copy's gradient is added to the norm's. On a GPU each of the two passes is one kernel, and the second
+    also writes what `gradient_dtype.in_dtype` gives to the product before.
     """
     if not torch.is_grad_enabled():
         return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, room=room, rows_T=rows_T), h_TD
@@ -133,7 +134,11 @@ class _CudaNorm(torch.autograd.Function):
         dy_TD = dy_TD if row_kernel.are_vectors(dy_TD) else dy_TD.contiguous()
         dcopy_TD = None if dcopy_TD is None else dcopy_TD.contiguous()
         dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-        tensors = dy_TD, x_TD, weight_D, noise, rows_T, inverse_T, dcopy_TD, dx_TD
+        rounded_TD = None
+        if dcopy_TD is not None and dx_TD.dtype == torch.float32:
+            rounded_TD = torch.empty(x_TD.shape, dtype=torch.bfloat16, device=x_TD.device)
+            gradient_dtype.keep(dx_TD, rounded_TD)
+        tensors = dy_TD, x_TD, weight_D, noise, rows_T, inverse_T, dcopy_TD, dx_TD, rounded_TD
         numbers = len(x_TD), dy_TD.stride(0), x_TD.stride(0)
         _launch("rms_norm_backward", x_TD, rows_T, (*tensors, *numbers))
         return dx_TD, None, None, None, None, None, None

@@ -12,7 +12,8 @@ C counts the sampled tokens of a batch; their values lie in [C] tensors, sample 
 environment have rows and predict the next token, but are not predicted: they are not among the C. The order
 is that of the groups and their samples. A group is split only if it alone exceeds the budget: each part then
 recomputes the prompt, and the first part fills the previous batch: 64 samples of 1,024 tokens in groups of
-eight make ten batches of 8,192 rows, not sixteen of which half have a single sample.
+eight make ten batches, not sixteen of which half have a single sample. The batches are of about one size: in
+a small one the GPU waits for the host.
 """
 
 import dataclasses
@@ -97,36 +98,69 @@ class PackedBatches(Sequence[PackedBatch]):
 def pack(
     weighted_P: list[tuple[Group, list[float]]], *, max_tokens: int, device: torch.device
 ) -> PackedBatches:
-    """Return batches of at most max_tokens rows, unless a single prompt and sample is longer.
+    """Return batches of at most max_tokens rows, unless a single prompt and sample is longer, and of about
+    as many rows each: as few batches as filling one after the other takes.
 
     Each group comes with the weights of its samples' tokens; samples of weight 0 are left out.
     """
-    batches: list[list[_Branches]] = []
-    space = 0
-    for group, weights_G in weighted_P:
-        for branches in _parts(group, weights_G, max_tokens, space):
-            if branches.num_tokens > space:
-                batches.append([])
-                space = max_tokens
-            batches[-1].append(branches)
-            space -= branches.num_tokens
+    filled = _Filler(max_tokens, weighted_P)
+    evened = _Filler(max_tokens, weighted_P, like=filled)
+    batches = filled.batches if len(evened.batches) > len(filled.batches) else evened.batches
     return PackedBatches(batches, device)
 
 
-def _parts(group: Group, weights_G: list[float], max_tokens: int, space: int) -> list[_Branches]:
-    """Split the group's samples into runs that each fit an empty batch; the first run fits the remaining
-    space if any sample does."""
-    pairs = [pair for pair in zip(group.samples_G, weights_G, strict=True) if pair[1] != 0]
-    if not pairs or _Branches(group.prompt, pairs).num_tokens <= max_tokens:
-        return [_Branches(group.prompt, pairs)] if pairs else []
-    parts = [_Branches(group.prompt, pairs[:1])]
-    limit = space if parts[0].num_tokens <= space else max_tokens
-    for sample, weight in pairs[1:]:
-        if parts[-1].num_tokens + len(sample.tokens_T) - 1 > limit:
-            parts.append(_Branches(group.prompt, []))
-            limit = max_tokens
-        parts[-1].samples.append((sample, weight))
-    return parts
+class _Filler:
+    """Fills one batch after the other: to max_tokens rows, or to what is then left for each of as many
+    batches as `like` has."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        weighted_P: list[tuple[Group, list[float]]],
+        like: "_Filler | None" = None,
+    ):
+        self.batches: list[list[_Branches]] = []
+        self.num_rows = self.longest = 0
+        self._max_tokens, self._like, self._space = max_tokens, like, 0
+        for group, weights_G in weighted_P:
+            pairs = [pair for pair in zip(group.samples_G, weights_G, strict=True) if pair[1] != 0]
+            whole = _Branches(group.prompt, pairs)
+            if pairs and whole.num_tokens <= max_tokens:
+                self._put(whole)
+            else:
+                self._split(whole)
+
+    def _split(self, whole: _Branches) -> None:
+        """Put the samples in runs that each fit a batch; the first run fills the present one if any sample
+        does."""
+        run = None
+        for sample, weight in whole.samples:
+            rows = len(sample.tokens_T) - 1
+            if run is None or rows > self._space:
+                run = _Branches(whole.prompt, [(sample, weight)])
+                self._put(run)
+            else:
+                run.samples.append((sample, weight))
+                self._take(rows)
+
+    def _put(self, branches: _Branches) -> None:
+        if branches.num_tokens > self._space:
+            self._space = self._limit()
+            self.batches.append([])
+        self.batches[-1].append(branches)
+        self._take(branches.num_tokens)
+
+    def _take(self, rows: int) -> None:
+        self._space -= rows
+        self.num_rows += rows
+        self.longest = max(self.longest, rows)
+
+    def _limit(self) -> int:
+        """Return the next batch's limit: the mean of those to come and half of the longest piece."""
+        if self._like is None or len(self.batches) >= len(self._like.batches):
+            return self._max_tokens
+        mean = (self._like.num_rows - self.num_rows) // (len(self._like.batches) - len(self.batches))
+        return min(self._max_tokens, mean + self._like.longest // 2)
 
 
 def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:

@@ -26,8 +26,12 @@ EXEMPT |= {"task.reward_overlap"}
 EXEMPT |= {"rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
 EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
 _MAX_NAMED_FIELDS = 3
-_FORMER_DEFAULTS = {"evaluate.success_threshold": "1.0", "learn.max_tokens_per_microbatch": "8192"}
-"""Defaults of fields that are null by default now. A resumed run's micro-batches are its checkpoint's."""
+_FORMER_DEFAULTS = {
+    "evaluate.success_threshold": ("1.0", "null"),
+    "learn.max_tokens_per_microbatch": ("8192", "null"),
+    "learn.logprob_chunk_tokens": ("512", "1024"),
+}
+"""Fields of another default now, (then, now). A resumed run's micro-batches are its checkpoint's."""
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
 
 
@@ -115,8 +119,8 @@ def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict
     accepted = {"task.name"} if new["accept_changes"] else set()
     if new["num_steps"] > old.get("num_steps", math.inf):
         accepted.add("num_steps")
-    for name, default in _FORMER_DEFAULTS.items():
-        if found.get(name) == (default, "null"):
+    for name, pair in _FORMER_DEFAULTS.items():
+        if found.get(name) == pair:
             del found[name]
     wrong = {name: pair for name, pair in found.items() if name not in accepted}
     if not wrong:

@@ -33,12 +33,9 @@ def planned_learner(
         learn = dataclasses.replace(config.learn, gradient_checkpointing=kind)
         config = dataclasses.replace(config, learn=learn)
     if arch is not None and device.type != "cpu":
-        gpu_bytes = plan.usable_bytes(device)
+        gpu_bytes = min(ranks.gather(plan.usable_bytes(device)))  # all ranks choose the same
         config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
         config = with_microbatches(arch, config, prompt_tokens, gpu_bytes)
-        least = min(ranks.gather(config.learn.microbatch_tokens))  # the same on all ranks
-        learn = dataclasses.replace(config.learn, max_tokens_per_microbatch=least)
-        config = dataclasses.replace(config, learn=learn)
         rows = full_rows(config, prompt_tokens)
         needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens, rows))
         keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes, rows)

@@ -9,11 +9,6 @@
 #define HALF (HEAD / 2)
 #define LANES (HEAD / 16)
 #define GROUPS (THREADS / LANES)
-#if __CUDA_ARCH__ >= 1000  // NVRTC would spill there, for more CTAs at once than memory needs
-#define BOUNDS __launch_bounds__(THREADS, 1)
-#else
-#define BOUNDS __launch_bounds__(THREADS)
-#endif
 
 struct Operands {
   const u16* x;              // q | k | v of each row
@@ -60,7 +55,7 @@ __device__ __forceinline__ void load_angles(const Operands& o, int at, float dir
   for (int i = 0; i < 8; i++) s[i] *= direction;
 }
 
-extern "C" __global__ void BOUNDS head_norm(Operands o) {
+extern "C" __global__ void ROW_BOUNDS head_norm(Operands o) {
   launch_dependents();
   grid_dependency_wait();
   const int at = threadIdx.x % LANES * 8, heads = o.q_heads + o.k_heads;
@@ -91,7 +86,7 @@ extern "C" __global__ void BOUNDS head_norm(Operands o) {
 }
 
 // dx of q and k, and dv beside them.
-extern "C" __global__ void BOUNDS head_norm_backward(Operands o) {
+extern "C" __global__ void ROW_BOUNDS head_norm_backward(Operands o) {
   launch_dependents();
   grid_dependency_wait();
   const int at = threadIdx.x % LANES * 8, normed = o.q_heads + o.k_heads, heads = normed + o.v_heads;

@@ -1,7 +1,8 @@
 // y = x / sqrt(mean(x^2) + eps) * (weight + noise) and its gradient in x. A CTA takes several rows of WIDTH and keeps each in registers.
 //
 // The noise is one vector, or with TABLE a table: row t of x takes row noise_rows[t]. x and its gradient are fp32, or bfloat16
-// with X_BYTES 2; y and dy are bfloat16. The forward kernel can also copy x; the copy's gradient is then added to x's.
+// with X_BYTES 2; y and dy are bfloat16. The forward kernel can also copy x; the copy's gradient is then added to x's. The backward
+// kernel can also store its result rounded to bfloat16.
 #include "bfloat16.cuh"
 #include "launch.cuh"
 #include "warp.cuh"
@@ -106,9 +107,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const
 }
 
 // dx = (dy w - x_hat mean(dy w x_hat)) / rms + dcopy
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u16* dy, const X* x, const float* weight,
-                                                                        const float* noise, const int* noise_rows, const float* inverse,
-                                                                        const X* dcopy, X* dx, int rows, int dy_stride, int x_stride) {
+extern "C" __global__ void ROW_BOUNDS rms_norm_backward(const u16* dy, const X* x, const float* weight, const float* noise,
+                                                         const int* noise_rows, const float* inverse, const X* dcopy, X* dx, u16* rounded,
+                                                         int rows, int dy_stride, int x_stride) {
   launch_dependents();
   grid_dependency_wait();
   float w[VECTORS][8];
@@ -144,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u1
         for (int i = 0; i < 8; i++) d[v][i] += f[v][i];
       }
       store(dx + (size_t)row * WIDTH + at, d[v]);
+      if (rounded) *(uint4*)(rounded + (size_t)row * WIDTH + at) = pack(d[v]);
     }
   }
 }

@@ -13,8 +13,8 @@ def full_rows(config: RunConfig, prompt_tokens: int) -> int:
 def microbatch_rows(config: RunConfig, prompt_tokens: int) -> int:
     """Return the rows of the largest micro-batch if all samples have the maximum length.
 
-    It holds whole groups, or parts of a group with as many samples as fit, at least one (learner/packing.py).
-    With branches, there is one more group for each sample.
+    It holds whole groups, or parts of a group with as many samples as fit, at least one. learner/packing.py
+    makes them no larger, and of about one size. With branches, there is one more group for each sample.
     """
     limit, branch = config.learn.microbatch_tokens, config.sample.max_tokens - 1
     group = prompt_tokens + config.num_generations * branch
