@@ -14,6 +14,7 @@ from benchmarks.pages import TableOptions, write_tables
 from benchmarks.parity import ParityOptions, bench_parity
 from benchmarks.partial import PartialOptions, bench_partial
 from benchmarks.pictures import PicturesOptions, draw_pictures
+from benchmarks.samplers import SamplersOptions, bench_samplers
 from benchmarks.serve import ServeBenchOptions, bench_serve
 from benchmarks.start import StartOptions, bench_start
 from benchmarks.tile import TileOptions, bench_tile
@@ -33,6 +34,7 @@ benchmarks:
   parity        Compare the engine's log-probabilities with the learner's
   partial       Time training steps with partial rollouts and without
   pictures      Draw the pictures of README.md
+  samplers      Train on several GPUs by torchrun and by Ray, and kill one of Ray's workers
   serve         Load `qerl serve` on loopback with one client, then with many
   start         Time a fresh process up to its first decode step and update, kernels cold and warm
   table         Print the tables of README.md and docs/; --write updates them
@@ -51,6 +53,7 @@ BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "pictures": (PicturesOptions, draw_pictures),
     "partial": (PartialOptions, bench_partial),
     "parity": (ParityOptions, bench_parity),
+    "samplers": (SamplersOptions, bench_samplers),
     "serve": (ServeBenchOptions, bench_serve),
     "start": (StartOptions, bench_start),
     "tile": (TileOptions, bench_tile),
