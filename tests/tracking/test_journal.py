@@ -433,9 +433,14 @@ def test_fields_that_change_no_number_may_change_and_are_a_notice(tmp_path):
         journal.start(RunConfig())
         take_steps(journal, 0, 1)
     with open_journal(tmp_path) as journal:
-        journal.start(RunConfig(out="elsewhere", checkpoint=CheckpointConfig(every=3)))
+        learn = LearnConfig(logprob_chunk_tokens=64, gradient_checkpointing="layer")
+        journal.start(RunConfig(out="elsewhere", checkpoint=CheckpointConfig(every=3), learn=learn))
     texts = [event["text"] for event in records(tmp_path, "events")]
-    assert texts == ["config.checkpoint.every is now 3; the run started with 10"]
+    assert texts == [
+        "config.learn.logprob_chunk_tokens is now 64; the run started with 1024",
+        'config.learn.gradient_checkpointing is now "layer"; the run started with "auto"',
+        "config.checkpoint.every is now 3; the run started with 10",
+    ]
 
 
 def test_metrics_without_a_run_are_not_taken_over(tmp_path):

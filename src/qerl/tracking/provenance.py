@@ -19,17 +19,18 @@ from qerl.config import RunConfig
 from qerl.errors import UserError, redact
 
 # Fields that may change when a run is resumed. None of them changes a number of the run: its folder and
-# loggers, how often it is saved, the number of processes, when it aborts and what it accepts.
+# loggers, how often it is saved, the number of processes, when it aborts and what it accepts. Those that
+# lower the memory of learning change at most how a gradient is rounded.
 EXEMPT = {"out", "run_name", "loggers", "max_mismatch", "learn.max_nonfinite_updates", "accept_changes"}
 EXEMPT |= {"checkpoint.every", "checkpoint.keep", "task.reward_workers", "task.reward_memory_gb"}
 EXEMPT |= {"task.reward_overlap"}
 EXEMPT |= {"rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
 EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
+EXEMPT |= {"learn.gradient_checkpointing", "learn.logprob_chunk_tokens"}
 _MAX_NAMED_FIELDS = 3
 _FORMER_DEFAULTS = {
     "evaluate.success_threshold": ("1.0", "null"),
     "learn.max_tokens_per_microbatch": ("8192", "null"),
-    "learn.logprob_chunk_tokens": ("512", "1024"),
 }
 """Fields of another default now, (then, now). A resumed run's micro-batches are its checkpoint's."""
 _PACKAGES = ("qerl", "torch", "transformers", "triton")

@@ -82,7 +82,7 @@ def demo() -> RunConfig:
         noise=NoiseConfig(schedule="exponential", sigma_start=3e-2, sigma_end=1.5e-3, unit="relative"),
         algo=AlgoConfig(loss_type="grpo", advantage="group", beta=0.0),
         learn=LearnConfig(
-            learning_rate=5e-4, lr_scheduler_type="cosine", warmup_ratio=0.0, logprob_chunk_tokens=64
+            learning_rate=5e-4, lr_scheduler_type="cosine", warmup_ratio=0.0, logprob_chunk_tokens=256
         ),
         evaluate=EvalConfig(num_prompts=256),
     )
