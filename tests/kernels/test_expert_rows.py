@@ -46,7 +46,6 @@ def test_every_combination_is_the_references(given, in_place, rng):
 def test_the_kernels_source_rounds_once_on_a_cpu(rng, tmp_path, monkeypatch):
     copy_sources(tmp_path)
     kernel = CpuKernel("expert_rows.cu", "scale_and_add", {}, tmp_path)
-    monkeypatch.setenv("QERL_UNTRIED", "1")
     monkeypatch.setattr(op.row_kernel, "are_vectors", lambda *tensors: True)
     monkeypatch.setattr(op.row_kernel, "kernel", lambda file, name, device: kernel)
     for given, (S, E, N), in_place in ((GIVEN[7], (4, 4, 64), False), (GIVEN[5], (3, 2, 2056), True)):
@@ -60,10 +59,9 @@ def test_the_kernels_source_rounds_once_on_a_cpu(rng, tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", op.CASES)
 @pytest.mark.parametrize("given", GIVEN, ids=lambda given: "".join(name[0] for name in given if given[name]))
-def test_the_kernel_rounds_once(given, case, rng, device, monkeypatch):
+def test_the_kernel_rounds_once(given, case, rng, device):
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
-    monkeypatch.setenv("QERL_UNTRIED", "1")
     product_SN, chosen, ends, added = operands(*case, given, rng, torch.bfloat16, device)
     want = op.reference(product_SN, chosen, ends, *added.values())
     for out in (torch.full_like(product_SN, float("nan")), product_SN):

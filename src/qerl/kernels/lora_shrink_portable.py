@@ -53,7 +53,7 @@ class PortableLoraShrink(LoraShrink):
             h_MK, copy_MK = x_MK, None
         if a_RK is not None:
             operands = pack_operands(h_MK, None, None, None, 0.0, a_RK, scaling, copy_MK, u_MR)
-            tile = self._tile(m, k, len(a_RK))
+            tile = self._tile(m, k, len(a_RK), split)
             shrink = self._kernel("shrink", False, False, tile, split)
             shrink.launch(
                 grid=tile.clusters(m, len(a_RK)) * split.cluster,
@@ -61,9 +61,9 @@ class PortableLoraShrink(LoraShrink):
                 parameters=(operands, self._partials, self._turns),
             )
 
-    def _tile(self, M: int, K: int, R: int) -> ShrinkTile:
+    def _tile(self, M: int, K: int, R: int, split: Split) -> ShrinkTile:
         """Return a tile of twice the rows if half the rows of a long K take more CTAs than run at once."""
-        tile, split = choose_tile(M, K, R, self._ctas_at_once), choose_split(K)
+        tile = choose_tile(M, K, R, self._ctas_at_once)
         is_too_many = tile.clusters(M, R) * split.cluster > self._num_sms
         is_half = tile.rows == 16 and R > 16 and split.units <= _MOST_UNITS
         return dataclasses.replace(tile, rows=32) if is_too_many and is_half else tile
