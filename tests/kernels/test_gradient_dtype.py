@@ -41,6 +41,14 @@ def test_what_was_kept_with_a_gradient_is_read_in_place_of_a_cast():
     assert torch.equal(_gradient(lambda y: y), -torch.ones(3, 8))
 
 
+def test_so_it_is_in_a_layer_that_is_computed_again():
+    """A backward pass within a backward pass gets the gradient as it is."""
+    gradient, x = torch.ones(3, 8), torch.randn(3, 8, requires_grad=True)
+    gradient_dtype.keep(gradient, -gradient.bfloat16())
+    (found,) = torch.autograd.grad(_Reading.apply(x), x, gradient)
+    assert torch.equal(found, -torch.ones(3, 8))
+
+
 def test_a_gradient_that_was_added_to_is_cast():
     assert torch.equal(_gradient(lambda y: y + y), torch.full((3, 8), 2.0))
 
