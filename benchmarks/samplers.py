@@ -15,6 +15,7 @@ The model has random weights in the shape and a byte-level tokenizer; a sample i
 is even, so that every step learns. Each run is a process group of its own and trains with the demo's options.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -36,6 +37,7 @@ from benchmarks.start import write_checkpoint
 from qerl.cli.bench.measure import cuda_device
 from qerl.cli.bench.options import BenchOptions
 from qerl.cli.bench.record import row_writer
+from qerl.config import LearnConfig
 from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError, require
 from qerl.models.random_weights import shape
@@ -145,6 +147,7 @@ def arguments(options: SamplersOptions, model: Path) -> list[str]:
         "num-generations": _GROUP,
         "num-steps": options.num_steps,
         "sample.max-tokens": options.max_tokens,
+        "learn.logprob-chunk-tokens": LearnConfig().logprob_chunk_tokens,  # the demo's are for a CPU
     }
     return [text for name, value in given.items() for text in (f"--{name}", str(value))]
 
@@ -174,12 +177,24 @@ def run(
                 os.kill(int(pid), signal.SIGKILL)
                 kill_after = None
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        _end(process)
+    if kill_after and process.returncode == 0:
+        raise RunError(f"samplers: {out.name} ended before a worker was killed")
     if process.returncode != 0:
         raise RunError(f"samplers: {out.name} ended with {process.returncode}: {log.read_text()[-2000:]}")
     return list(read_lines(metrics))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a run that hangs. torchrun's ranks have process groups of their own, and it ends them itself."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def figures(steps: list[dict[str, Any]], unbroken: list[dict[str, Any]] | None) -> dict[str, Any]:

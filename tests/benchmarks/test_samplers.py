@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import samplers
 from qerl.errors import RunError, UserError
+from tasks.test_worker_pool import is_alive
 
 RUN = """\
 import json, subprocess, sys, time
@@ -24,6 +25,19 @@ for step in range(7):
     with (out / "metrics.jsonl").open("a") as lines:
         lines.write(json.dumps({"step": step, "replaced_samplers": float(lost)}) + "\\n")
 workers[0].kill()
+"""
+PARENT = """\
+import signal, subprocess, sys
+from pathlib import Path
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+def end(*_):
+    child.kill()
+    child.wait()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+Path(sys.argv[1]).write_text(str(child.pid))
+while True:
+    signal.pause()
 """
 EVERY = {
     "rollout_s": 0.5,
@@ -63,20 +77,36 @@ def test_a_run_that_fails_or_hangs_is_an_error_with_what_it_printed(tmp_path):
         )
 
 
+def test_a_run_that_ends_before_its_worker_is_killed_is_an_error(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(RUN.replace("workers[1].wait()", "workers[1].kill()"))
+    with pytest.raises(RunError, match="out ended before a worker was killed"):
+        samplers.run([sys.executable, str(script)], tmp_path / "out", kill_after=8, timeout_s=50)
+
+
+def test_a_run_that_hangs_may_end_what_has_a_session_of_its_own(tmp_path):
+    """As torchrun ends its ranks."""
+    script, pid = tmp_path / "run.py", tmp_path / "pid"
+    script.write_text(PARENT)
+    with pytest.raises(RunError, match="out did not end"):
+        samplers.run([sys.executable, str(script), str(pid)], tmp_path / "out", kill_after=None, timeout_s=1)
+    assert not is_alive(int(pid.read_text()))
+
+
 def test_figures_leave_out_the_first_steps_and_the_one_that_lost_a_worker():
     steps = [
         step(9.0, 0.1),
         step(8.0, 0.2),
         step(7.0, 0.3),
         step(20.0, 0.4, 1.0),
-        step(2.0, 0.5),
-        step(2.0, 0.6),
+        step(1.0, 0.5),
+        step(4.0, 0.6),
     ]
     found = samplers.figures(steps, [s | {"step_s": 1.0} for s in steps])
-    assert (found["samples_per_s"], found["step_s"], found["learn_s"]) == (32.0, 2.0, 1.25)
+    assert (found["samples_per_s"], found["step_s"], found["learn_s"]) == (40.0, 2.5, 1.75)
     assert (found["lost_step_s"], found["replaced_samplers"], found["resampled_prompts"]) == (20.0, 1, 3)
     assert found["is_same"]
-    others = [*steps[:-1], step(2.0, 0.7)]
+    others = [*steps[:-1], step(4.0, 0.7)]
     assert not samplers.figures(steps, others)["is_same"]
     assert "is_same" not in samplers.figures(steps, None)
 

@@ -97,3 +97,32 @@ def test_the_product_before_a_norm_reads_what_the_norm_wrote(device, rng, monkey
     monkeypatch.setattr(gradient_dtype, "keep", lambda gradient, rounded: None)
     assert all(map(torch.equal, with_kept, gradients()))
     assert read == [(True, True), (False, True)]
+
+
+@pytest.mark.parametrize("asks", (True, False))
+def test_the_norm_writes_it_only_for_a_product_that_asks(asks, rng, monkeypatch):
+    """The norm's kernels stand for themselves here: the backward one stores 1 and, rounded, 2."""
+    filled = []
+
+    def launch(name, x_TD, rows_T, parameters):
+        if name == "rms_norm":
+            *_, y_TD, copy_TD, inverse_T = parameters[:7]
+            y_TD.zero_(), copy_TD.copy_(x_TD), inverse_T.zero_()
+            return
+        dx_TD, rounded_TD = parameters[7:9]
+        dx_TD.fill_(1)
+        filled.append(rounded_TD is not None)
+        if rounded_TD is not None:
+            rounded_TD.fill_(2)
+
+    monkeypatch.setattr(rms_norm, "_has_kernel", lambda x_TD, dtype: True)
+    monkeypatch.setattr(rms_norm, "_launch", launch)
+    h, x = torch.zeros(3, 64, requires_grad=True), torch.ones(3, 64, dtype=torch.bfloat16, requires_grad=True)
+    operand = torch.eye(64, dtype=torch.bfloat16)
+    part = fused_linear.LinearPart(64, 1.0, None, None)
+    added = fused_linear.linear_onto(h * 1, x, lambda dtype, room: operand, part)
+    added = added if asks else added * 1
+    normed, copy = rms_norm.fork(added, torch.ones(64), None, 1e-6, dtype=torch.bfloat16)
+    (normed.float().sum() + copy.sum()).backward()
+    assert filled == [asks]
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2.0 if asks else 1.0))

@@ -126,3 +126,12 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(groups):
     learner.decoder.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="something else"):
         learner.step(groups)
+
+
+def test_a_resumed_size_is_no_larger_than_what_is_planned_now():
+    learner = tiny_learner()
+    planned = learner.micro_tokens
+    for stored, size in ((2 * planned, planned), (planned // 2, planned // 2)):
+        adapter, optimizer, version, _ = learner.state()
+        learner.load(adapter, optimizer, version, micro_tokens=stored)
+        assert learner.micro_tokens == size

@@ -119,6 +119,15 @@ def test_batches_are_of_about_one_size():
     assert len(sizes) == 10 and min(sizes) == 6650 and max(sizes) == 7417
 
 
+def test_where_even_batches_would_be_more_they_are_filled():
+    """Of mean size the samples of 1 and 6 tokens would not go together, and make one batch more."""
+    groups = [
+        Group(prompt=prompt(0, [1] * 4), samples_G=[sample([2] * n) for n in (1, 6, 2)]),
+        Group(prompt=prompt(1, [1]), samples_G=[sample([2] * 5)]),
+    ]
+    assert [len(batch.tokens_T) for batch in packed(groups, max_tokens=9)] == [9, 5, 5]
+
+
 def test_batches_of_one_size_are_no_more_than_filled_ones(rng):
     for max_tokens in range(8, 200, 3):
         weighted = [(group, [1.0] * 4) for group in random_groups(6, 4, vocab=50, rng=rng)]

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import int8_product, row_kernel, swiglu
-from qerl.kernels.gradient_dtype import in_dtype
+from qerl.kernels.gradient_dtype import ask, in_dtype
 from qerl.kernels.int8_codes import RotatedWeight
 from qerl.kernels.lora_linear import Adapter
 from qerl.kernels.matmul_fp32 import add_product, product, summed
@@ -101,7 +101,8 @@ def linear_onto(
 ) -> Tensor:
     """Add y to h in place, both in fp32; differentiable in h too."""
     assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == torch.float32
-    return _FusedLinear.apply(x_TK, h_TN, operand, (part,), gaps_are_free, *_masters([part]))[0]
+    y_TN = _FusedLinear.apply(x_TK, h_TN, operand, (part,), gaps_are_free, *_masters([part]))[0]
+    return ask(y_TN, x_TK.dtype)
 
 
 def fused_swiglu(

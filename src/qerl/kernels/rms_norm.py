@@ -49,7 +49,7 @@ def rms_norm(
     x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if _has_kernel(x_TD, dtype):
         room = room if x.dim() == 2 else 0
-        return _CudaNorm.apply(x_TD, weight_D, noise, eps, room, rows_T, False)[0].view(x.shape)
+        return _CudaNorm.apply(x_TD, weight_D, noise, eps, room, rows_T, False, False)[0].view(x.shape)
     return _TorchNorm.apply(x, _noisy(weight_D, noise, rows_T), eps, dtype)
 
 
@@ -65,13 +65,13 @@ def fork(
 ) -> tuple[Tensor, Tensor]:
     """Return (norm of h, an h that may be modified in place): h itself without gradients, else a copy.
 
-    The copy's gradient is added to the norm's. On a GPU each of the two passes is one kernel, and the second
-    also writes what `gradient_dtype.in_dtype` gives to the product before.
+    The copy's gradient is added to the norm's. On a GPU each of the two passes is one kernel.
     """
     if not torch.is_grad_enabled():
         return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, room=room, rows_T=rows_T), h_TD
     if _has_kernel(h_TD, dtype):
-        return _CudaNorm.apply(h_TD, weight_D, noise, eps, room, rows_T, True)
+        rounds = h_TD.dtype == torch.float32 and gradient_dtype.is_asked(h_TD, torch.bfloat16)
+        return _CudaNorm.apply(h_TD, weight_D, noise, eps, room, rows_T, True, rounds)
     return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, rows_T=rows_T), h_TD.clone()
 
 
@@ -112,10 +112,10 @@ class _TorchNorm(torch.autograd.Function):
 
 
 class _CudaNorm(torch.autograd.Function):
-    """Return (y, a copy of x if `copies`, else None)."""
+    """Return (y, a copy of x if `copies`, else None). rounds: x's gradient is kept in bfloat16 too."""
 
     @staticmethod
-    def forward(ctx, x_TD, weight_D, noise, eps, room, rows_T, copies):
+    def forward(ctx, x_TD, weight_D, noise, eps, room, rows_T, copies, rounds):
         T, D = x_TD.shape
         y_TD = row_kernel.rows(T, D, room, x_TD, torch.bfloat16)
         copy_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if copies else None
@@ -126,6 +126,7 @@ class _CudaNorm(torch.autograd.Function):
         numbers = T, x_TD.stride(0), y_TD.stride(0), struct.pack("f", eps)
         _launch("rms_norm", x_TD, rows_T, (*tensors, *numbers))
         ctx.save_for_backward(x_TD, weight_D, noise, rows_T, inverse_T)
+        ctx.rounds = rounds
         return y_TD, copy_TD
 
     @staticmethod
@@ -134,14 +135,13 @@ class _CudaNorm(torch.autograd.Function):
         dy_TD = dy_TD if row_kernel.are_vectors(dy_TD) else dy_TD.contiguous()
         dcopy_TD = None if dcopy_TD is None else dcopy_TD.contiguous()
         dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-        rounded_TD = None
-        if dcopy_TD is not None and dx_TD.dtype == torch.float32:
-            rounded_TD = torch.empty(x_TD.shape, dtype=torch.bfloat16, device=x_TD.device)
-            gradient_dtype.keep(dx_TD, rounded_TD)
+        rounded_TD = torch.empty_like(dx_TD, dtype=torch.bfloat16) if ctx.rounds else None
         tensors = dy_TD, x_TD, weight_D, noise, rows_T, inverse_T, dcopy_TD, dx_TD, rounded_TD
         numbers = len(x_TD), dy_TD.stride(0), x_TD.stride(0)
         _launch("rms_norm_backward", x_TD, rows_T, (*tensors, *numbers))
-        return dx_TD, None, None, None, None, None, None
+        if rounded_TD is not None:
+            gradient_dtype.keep(dx_TD, rounded_TD)
+        return dx_TD, *[None] * 7
 
 
 def _launch(name: str, x_TD: Tensor, rows_T: Tensor | None, parameters: tuple) -> None:

@@ -331,9 +331,9 @@ class Learner:
         version: int,
         micro_tokens: int | None = None,
     ) -> None:
-        """Restore the state that `state` returned, bit for bit."""
+        """Restore the state that `state` returned, bit for bit; micro-batches grow no larger than planned."""
         load_adapter(self.decoder, adapter)
         load_state(self._optimizer, self._masters, optimizer)
         self.version = version
         if micro_tokens is not None:
-            self._oom_retry.micro_tokens = micro_tokens
+            self._oom_retry.micro_tokens = min(micro_tokens, self.micro_tokens)

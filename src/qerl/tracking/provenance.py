@@ -19,8 +19,8 @@ from qerl.config import RunConfig
 from qerl.errors import UserError, redact
 
 # Fields that may change when a run is resumed. None of them changes a number of the run: its folder and
-# loggers, how often it is saved, the number of processes, when it aborts and what it accepts. Those that
-# lower the memory of learning change at most how a gradient is rounded.
+# loggers, how often it is saved, the number of processes, when it aborts and what it accepts. Those of the
+# memory of learning change how logprobs and gradients are rounded.
 EXEMPT = {"out", "run_name", "loggers", "max_mismatch", "learn.max_nonfinite_updates", "accept_changes"}
 EXEMPT |= {"checkpoint.every", "checkpoint.keep", "task.reward_workers", "task.reward_memory_gb"}
 EXEMPT |= {"task.reward_overlap"}
@@ -28,11 +28,8 @@ EXEMPT |= {"rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
 EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
 EXEMPT |= {"learn.gradient_checkpointing", "learn.logprob_chunk_tokens"}
 _MAX_NAMED_FIELDS = 3
-_FORMER_DEFAULTS = {
-    "evaluate.success_threshold": ("1.0", "null"),
-    "learn.max_tokens_per_microbatch": ("8192", "null"),
-}
-"""Fields of another default now, (then, now). A resumed run's micro-batches are its checkpoint's."""
+_FORMER_DEFAULTS = {"evaluate.success_threshold": "1.0", "learn.max_tokens_per_microbatch": "8192"}
+"""Defaults of fields that are null by default now. A resumed run's micro-batches are its checkpoint's."""
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
 
 
@@ -120,8 +117,8 @@ def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict
     accepted = {"task.name"} if new["accept_changes"] else set()
     if new["num_steps"] > old.get("num_steps", math.inf):
         accepted.add("num_steps")
-    for name, pair in _FORMER_DEFAULTS.items():
-        if found.get(name) == pair:
+    for name, default in _FORMER_DEFAULTS.items():
+        if found.get(name) == (default, "null"):
             del found[name]
     wrong = {name: pair for name, pair in found.items() if name not in accepted}
     if not wrong:
