@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl.config import CheckpointConfig, LearnConfig, RunConfig, TaskConfig
+from qerl.config import CheckpointConfig, EvalConfig, LearnConfig, RunConfig, TaskConfig
 from qerl.errors import RunError, UserError
 from qerl.tracking import Journal, is_timing
 from qerl.types import Group, Prompt, Sample
@@ -406,9 +406,7 @@ def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
         journal.start(RunConfig())
         take_steps(journal, 0, 1)
     before = (tmp_path / "run.json").read_bytes()
-    changed = RunConfig(
-        seed=1, learn=LearnConfig(learning_rate=0.5, betas=(0.9, 0.95), max_tokens_per_microbatch=9)
-    )
+    changed = RunConfig(seed=1, learn=LearnConfig(learning_rate=0.5, betas=(0.9, 0.95), weight_decay=0.5))
     message = (
         r"run.json: the existing run has seed = 0, not 1, learn.learning_rate = 1e-05, not 0.5, "
         r"learn.betas = \[0.9, 0.99\], not \[0.9, 0.95\] and 1 more; choose another folder"
@@ -418,12 +416,12 @@ def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
     assert (tmp_path / "run.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(("tokens", "is_accepted"), [(8192, True), (4096, False)])
-def test_a_run_of_the_former_default_goes_on_with_none(tokens, is_accepted, tmp_path):
+@pytest.mark.parametrize(("threshold", "is_accepted"), [(1.0, True), (0.5, False)])
+def test_a_run_of_a_former_default_goes_on_with_none(threshold, is_accepted, tmp_path):
     with open_journal(tmp_path) as journal:
-        journal.start(RunConfig(learn=LearnConfig(max_tokens_per_microbatch=tokens)))
+        journal.start(RunConfig(evaluate=EvalConfig(success_threshold=threshold)))
         take_steps(journal, 0, 1)
-    refused = pytest.raises(UserError, match=r"learn\.max_tokens_per_microbatch = 4096, not null")
+    refused = pytest.raises(UserError, match=r"evaluate\.success_threshold = 0\.5, not null")
     with open_journal(tmp_path) as journal, contextlib.nullcontext() if is_accepted else refused:
         journal.start(RunConfig())
 
@@ -433,14 +431,29 @@ def test_fields_that_change_no_number_may_change_and_are_a_notice(tmp_path):
         journal.start(RunConfig())
         take_steps(journal, 0, 1)
     with open_journal(tmp_path) as journal:
-        learn = LearnConfig(logprob_chunk_tokens=64, gradient_checkpointing="layer")
-        journal.start(RunConfig(out="elsewhere", checkpoint=CheckpointConfig(every=3), learn=learn))
+        journal.start(RunConfig(out="elsewhere", checkpoint=CheckpointConfig(every=3)))
     texts = [event["text"] for event in records(tmp_path, "events")]
-    assert texts == [
-        "config.learn.logprob_chunk_tokens is now 64; the run started with 1024",
-        'config.learn.gradient_checkpointing is now "layer"; the run started with "auto"',
-        "config.checkpoint.every is now 3; the run started with 10",
-    ]
+    assert texts == ["config.checkpoint.every is now 3; the run started with 10"]
+
+
+def test_what_learning_keeps_in_memory_may_change_and_is_recorded_with_the_step(tmp_path):
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig())
+        take_steps(journal, 0, 2)
+    given = LearnConfig(logprob_chunk_tokens=64, max_tokens_per_microbatch=2048)
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig(learn=given))
+        journal.resume(2)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    changed = {
+        "config.learn.max_tokens_per_microbatch": [None, 2048],
+        "config.learn.logprob_chunk_tokens": [1024, 64],
+    }
+    assert facts["history"] == [{"step": 2, "changed": changed}]
+    assert facts["config"]["learn"]["logprob_chunk_tokens"] == 64
+    texts = [event["text"] for event in records(tmp_path, "events")]
+    named = "learn.logprob_chunk_tokens was 1024 and is 64 from step 3 on"
+    assert f"{named}: logprobs and gradients may be rounded otherwise" in texts
 
 
 def test_metrics_without_a_run_are_not_taken_over(tmp_path):

@@ -43,7 +43,7 @@ from qerl.tracking.atomic_file import (
 from qerl.tracking.console import PanelDisplay, PlainDisplay
 from qerl.tracking.json_lines import JsonLines, damage_notice
 from qerl.tracking.loggers import LOGGERS, check_loggers
-from qerl.tracking.provenance import changes, check_same_run, check_sources, run_facts, shown
+from qerl.tracking.provenance import ROUNDING, changes, check_same_run, check_sources, run_facts, shown
 from qerl.tracking.sample_files import SampleFiles
 from qerl.tracking.step_log import StepLog, Stopwatch
 
@@ -163,7 +163,9 @@ class Journal:
             label, first = name.partition(".")[2], next_step + 1
             text = f"{label} was {shown(was)} and is {shown(now)} from step {first} on"
             more = ": learning rate and sigma are then those of a run of so many steps"
-            if name != _NUM_STEPS:
+            if name.removeprefix("config.") in ROUNDING:
+                more = ": logprobs and gradients may be rounded otherwise"
+            elif name != _NUM_STEPS:
                 more = "; figures of earlier steps are of the former one"
             self.notice(text + more)
         self._facts.setdefault("history", []).append({"step": next_step, "changed": self._changed})

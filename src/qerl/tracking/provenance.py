@@ -19,17 +19,19 @@ from qerl.config import RunConfig
 from qerl.errors import UserError, redact
 
 # Fields that may change when a run is resumed. None of them changes a number of the run: its folder and
-# loggers, how often it is saved, the number of processes, when it aborts and what it accepts. Those of the
-# memory of learning change how logprobs and gradients are rounded.
+# loggers, how often it is saved, the number of processes, when it aborts and what it accepts.
 EXEMPT = {"out", "run_name", "loggers", "max_mismatch", "learn.max_nonfinite_updates", "accept_changes"}
 EXEMPT |= {"checkpoint.every", "checkpoint.keep", "task.reward_workers", "task.reward_memory_gb"}
 EXEMPT |= {"task.reward_overlap"}
 EXEMPT |= {"rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
 EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
-EXEMPT |= {"learn.gradient_checkpointing", "learn.logprob_chunk_tokens"}
+ROUNDING = {
+    f"learn.{x}" for x in ("gradient_checkpointing", "logprob_chunk_tokens", "max_tokens_per_microbatch")
+}
+"""Fields of the memory of learning: they change how logprobs and gradients are rounded, and are recorded."""
 _MAX_NAMED_FIELDS = 3
-_FORMER_DEFAULTS = {"evaluate.success_threshold": "1.0", "learn.max_tokens_per_microbatch": "8192"}
-"""Defaults of fields that are null by default now. A resumed run's micro-batches are its checkpoint's."""
+_FORMER_DEFAULTS = {"evaluate.success_threshold": "1.0"}
+"""Defaults of fields that are null by default now."""
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
 
 
@@ -112,9 +114,11 @@ def _is_same(a: dict[str, Any], b: dict[str, Any], name: str) -> bool:
 def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Raise UserError if the recorded config and the new one differ in a field that is not in EXEMPT.
 
-    Return {field: (old, new)} of what a run may go on with: more steps, and rows that the user accepts."""
+    Return {field: (old, new)} of what a run may go on with: more steps, ROUNDING, and rows that the user
+    accepts."""
     found = {name: pair for name, pair in changes(old, new).items() if name not in EXEMPT}
-    accepted = {"task.name"} if new["accept_changes"] else set()
+    accepted = {name for name in ROUNDING if "absent" not in found.get(name, ())}
+    accepted |= {"task.name"} if new["accept_changes"] else set()
     if new["num_steps"] > old.get("num_steps", math.inf):
         accepted.add("num_steps")
     for name, default in _FORMER_DEFAULTS.items():

@@ -131,7 +131,8 @@ def complete_result(folder: Path, journal: Journal | NullJournal, ranks: Ranks) 
     finished = ranks.from_first(lambda: journal.result)
     if finished is None:
         return None
-    journal.notice(f"{folder}: this run is already complete; start another with --out")
+    more = "continue it with a larger --num-steps, or start another with --out"
+    journal.notice(f"{folder}: this run is already complete; {more}")
     journal.catch_up()
     # The report may be missing: for instance, the disk was full.
     if ranks.is_first and not (folder / "report.html").exists():
