@@ -56,6 +56,7 @@ def test_a_sigterm_to_every_process_of_the_run_costs_no_sample(files, whole, tmp
     for pid in run.processes():  # the workers at work
         os.kill(pid, signal.SIGTERM)
     assert run.wait() == 143 and "SIGTERM: finishing and saving this step" in run.said
+    assert f"step {runs.num_steps(out)} is saved; the same command resumes from it" in run.said
     assert not run.processes() and 2 <= runs.num_steps(out) < 6
     runs.finish(files, out, *reward)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

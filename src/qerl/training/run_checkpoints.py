@@ -119,6 +119,10 @@ class RunCheckpoints:
             self._learner.version = version
             self.save(next_step, extra)
         self.wait()
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Say how a run that ends now is resumed."""
         if self._last_saved:
             self._journal.notice(f"step {self._last_saved} is saved; the same command resumes from it")
 

@@ -230,12 +230,15 @@ class _Session:
             save=self.save,
         )
         self.ranks.take_traffic()  # that of a step begins with it
-        with self.stop.deferred(), self.checkpoints:
-            try:
-                run(self.config, parts, first_step=first_step)
-            except RankLost:
-                self.checkpoints.save_finished()
-                raise
+        with self.stop.deferred():
+            with self.checkpoints:
+                try:
+                    run(self.config, parts, first_step=first_step)
+                except RankLost:
+                    self.checkpoints.save_finished()
+                    raise
+            if self.stop.requested is not None:
+                self.checkpoints.tell_saved()
         if self.stop.requested is not None:
             raise SystemExit(self.stop.exit_code)
         self.evaluate("after")
