@@ -58,7 +58,9 @@ CODE_TEMPLATE = (
 
 
 def demo() -> RunConfig:
-    """Train SmolLM2-135M in NVFP4 to add; sigma is relative to its norm weights of about 0.3."""
+    """Train SmolLM2-135M in NVFP4 to add; sigma is relative to its norm weights of about 0.3.
+
+    learn.logprob_chunk_tokens is for a CPU: a larger vocabulary on a GPU wants the default."""
     return RunConfig(
         out="runs/demo",
         num_steps=40,
@@ -82,7 +84,7 @@ def demo() -> RunConfig:
         noise=NoiseConfig(schedule="exponential", sigma_start=3e-2, sigma_end=1.5e-3, unit="relative"),
         algo=AlgoConfig(loss_type="grpo", advantage="group", beta=0.0),
         learn=LearnConfig(
-            learning_rate=5e-4, lr_scheduler_type="cosine", warmup_ratio=0.0, logprob_chunk_tokens=256
+            learning_rate=5e-4, lr_scheduler_type="cosine", warmup_ratio=0.0, logprob_chunk_tokens=64
         ),
         evaluate=EvalConfig(num_prompts=256),
     )
