@@ -58,9 +58,8 @@ CODE_TEMPLATE = (
 
 
 def demo() -> RunConfig:
-    """Train SmolLM2-135M in NVFP4 to add; sigma is relative to its norm weights of about 0.3.
-
-    learn.logprob_chunk_tokens is for a CPU: a larger vocabulary on a GPU wants the default."""
+    """Train SmolLM2-135M in NVFP4 to add; sigma is relative to its norm weights of about 0.3."""
+    # 64 rows of logits are for a CPU: a larger vocabulary on a GPU wants the default.
     return RunConfig(
         out="runs/demo",
         num_steps=40,
