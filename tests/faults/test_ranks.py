@@ -63,13 +63,13 @@ def gathered(out):
 def test_a_frozen_rank_is_noticed_and_the_step_before_is_saved(files, whole, tmp_path, frozen):
     """No checkpoint is due before the last step: the only one is that of the loss."""
     out = tmp_path / "run"
-    rarely, soon = ("--checkpoint.every", "100"), ("--rank-timeout-s", "3")
+    rarely, soon = ("--checkpoint.every", "100"), ("--rank-timeout-s", "5")
     process = start(files, out, *rarely, *soon, script=f"frozen-{frozen}")
     other = process.processes[1 - frozen]
     _, stderr = other.communicate(timeout=240)
     assert other.returncode == 1, stderr
     if frozen == 1:
-        assert "qerl: rank 1: silent for 3 s (rank_timeout_s): another rank is lost" in stderr
+        assert "qerl: rank 1: silent for 5 s (rank_timeout_s): another rank is lost" in stderr
     assert process.processes[frozen].poll() is None
     os.kill(process.processes[frozen].pid, signal.SIGCONT)
     _, stderr = process.processes[frozen].communicate(timeout=240)
