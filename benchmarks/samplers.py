@@ -20,7 +20,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -93,18 +92,17 @@ def bench_samplers(options: SamplersOptions) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(options.shape, Path(folder) / "model")
         torch.cuda.empty_cache()  # the runs' own
-        unbroken = None
+        runs = {}
         for way in ("torchrun", "ray", "ray-killed"):
             is_killed = way == "ray-killed"
-            steps = run(
+            runs[way] = run(
                 command(way, options.gpus) + arguments(options, model),
                 Path(folder) / way,
                 kill_after=options.kill_after if is_killed else None,
                 timeout_s=options.timeout_s,
             )
-            found = figures(steps, unbroken if is_killed else None)
+            found = figures(runs[way], runs["ray"] if is_killed else None)
             rows.add({"bench": "samplers", "way": way, **case, "num_generations": _GROUP, **found})
-            unbroken = steps if way == "ray" else unbroken
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -157,7 +155,6 @@ def run(
 ) -> list[dict[str, Any]]:
     """Return the metrics of each step. kill_after: steps after which the second worker is killed."""
     log, metrics, end_s = out.with_suffix(".log"), out / "metrics.jsonl", time.monotonic() + timeout_s
-    shutil.rmtree(out, ignore_errors=True)
     threads = str(max(1, (os.cpu_count() or 1) // 16))
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -214,6 +211,9 @@ def figures(steps: list[dict[str, Any]], unbroken: list[dict[str, Any]] | None) 
         "lost_step_s": round(sum(step["step_s"] for step in lost), 2),
         "replaced_samplers": sum(step["replaced_samplers"] for step in lost),
         "resampled_prompts": sum(step["resampled_prompts"] for step in steps),
-        "is_same": [[s[name] for name in _SAME] for s in steps]
-        == [[s[name] for name in _SAME] for s in unbroken],
+        "is_same": _compared(steps) == _compared(unbroken),
     }
+
+
+def _compared(steps: list[dict[str, Any]]) -> list[list[float]]:
+    return [[step[name] for name in _SAME] for step in steps]

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import e2m1
-from qerl.kernels.architectures import gpu_of, num_sms
+from qerl.kernels.architectures import gpu_of
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
 from qerl.kernels.nvrtc import addresses, compiled, tensor_map
@@ -127,8 +127,7 @@ class NVFP4Decode(PackedProduct[Tile]):
     def __init__(self, device: torch.device, choose: Callable[[int, int, int], Tile] | None = None):
         """choose: return a tile for (M, N, K), instead of the table."""
         name = torch.cuda.get_device_properties(gpu_of(device)).name
-        words = _WORKSPACE_WORDS * num_sms(device)
-        super().__init__(device, choose or partial(choose_tile, gpu=name), words)
+        super().__init__(device, choose or partial(choose_tile, gpu=name), _WORKSPACE_WORDS)
         self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
         self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)

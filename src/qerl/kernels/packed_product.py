@@ -66,14 +66,15 @@ class PackedProduct(abc.ABC, Generic[T]):
         self,
         device: torch.device,
         choose: Callable[[int, int, int], T],
-        workspace_words: int,
+        words_per_sm: int,
         layout: TileLayout = TileLayout.NVFP4,
     ):
-        """choose: return a tile for (M, N, K); layout: of the weights."""
+        """choose: return a tile for (M, N, K); words_per_sm: of the workspace; layout: of the weights."""
         self._device, self._choose, self._layout = device, choose, layout
         self._num_sms = num_sms(device)
         # -1 marks a word as not written; every launch leaves all words so
-        self.workspace = torch.full((workspace_words,), -1, dtype=torch.int32, device=device)
+        words = words_per_sm * self._num_sms
+        self.workspace = torch.full((words,), -1, dtype=torch.int32, device=device)
 
     def linear(
         self,

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from qerl.kernels.architectures import CudaArchitecture, architecture_of, gpu_of, num_sms
+from qerl.kernels.architectures import CudaArchitecture, architecture_of, gpu_of
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, MOST_TOKENS, TILE_ROWS
 from qerl.kernels.nvrtc import KernelVariant, compiled
@@ -39,9 +39,8 @@ class PortableProduct(PackedProduct[PortableTile]):
         """choose: return a tile of this layout for (M, N, K), instead of the table's or the rule's."""
         name = torch.cuda.get_device_properties(gpu_of(device)).name
         card, measured = architecture_of(device), choices_of(name)
-        words = MOST_SUMS_PER_SM * num_sms(device)
         by_table = partial(choose_portable_tile, card=card, measured=measured, layout=layout)
-        super().__init__(device, choose or by_table, words, layout)
+        super().__init__(device, choose or by_table, MOST_SUMS_PER_SM, layout)
         self._shrink = PortableShrink(device)
         self._kernel = cached_method(self._compile)
 

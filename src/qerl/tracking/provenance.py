@@ -25,9 +25,7 @@ EXEMPT |= {"checkpoint.every", "checkpoint.keep", "task.reward_workers", "task.r
 EXEMPT |= {"task.reward_overlap"}
 EXEMPT |= {"rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
 EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
-ROUNDING = {
-    f"learn.{x}" for x in ("gradient_checkpointing", "logprob_chunk_tokens", "max_tokens_per_microbatch")
-}
+ROUNDING = {"learn.gradient_checkpointing", "learn.logprob_chunk_tokens", "learn.max_tokens_per_microbatch"}
 """Fields of the memory of learning: they change how logprobs and gradients are rounded, and are recorded."""
 _MAX_NAMED_FIELDS = 3
 _FORMER_DEFAULTS = {"evaluate.success_threshold": "1.0"}

@@ -239,7 +239,7 @@ class _Session:
                     raise
             if self.stop.requested is not None:
                 self.checkpoints.tell_saved()
-        if self.stop.requested is not None:
+        if self.stop.requested is not None:  # also by a signal that came after the look above
             raise SystemExit(self.stop.exit_code)
         self.evaluate("after")
         return self.result()
