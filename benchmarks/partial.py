@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from typing import Any
+from typing import Any, Literal
 
 from qerl.cli.bench.case import FORMATS, make_case
 from qerl.cli.bench.decode import NullTokenizer, random_prompts
@@ -54,6 +54,9 @@ class PartialOptions(BenchRolloutOptions):
     learn: bool = True
     """Learn from each step's samples too, without gradient checkpointing."""
 
+    backward: Literal["bf16", "int8"] = "bf16"
+    """Numbers of the backward pass's products, as learn.backward."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PartialCase(RolloutCase):
@@ -61,6 +64,7 @@ class PartialCase(RolloutCase):
     extra_prompts: int
     max_staleness: int
     learn: bool
+    backward: Literal["bf16", "int8"]
 
 
 def bench_partial(options: PartialOptions) -> None:
@@ -217,7 +221,7 @@ def run_config(case: PartialCase) -> RunConfig:
             kv_cache_dtype="auto" if case.kv == "bf16" else "fp8",
             kernels=case.kernels,  # type: ignore[arg-type]
         ),
-        learn=LearnConfig(gradient_checkpointing="none"),
+        learn=LearnConfig(gradient_checkpointing="none", backward=case.backward),
         rollout=RolloutConfig(
             partial=True, extra_prompts=case.extra_prompts, max_staleness=case.max_staleness
         ),

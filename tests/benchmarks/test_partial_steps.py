@@ -16,6 +16,7 @@ PARTIAL = partial.PartialCase(
     extra_prompts=2,
     max_staleness=2,
     learn=True,
+    backward="bf16",
 )
 
 
