@@ -84,7 +84,7 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
     config = run_config(case)
     tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
-    learner = Learner(decoder, config, notice=meter.say) if case.learn else None
+    learner = Learner(decoder, config, notice=meter.say, holds_operands=True) if case.learn else None
     most = (1 + case.max_staleness + case.runs + 1) * config.num_prompts + case.extra_prompts
     own, rewards = OwnLengths(engine, case, most), HalfCorrect()
     pool = random_prompts(most, case.prompt_tokens, decoder.architecture.vocab_size)
