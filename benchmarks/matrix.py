@@ -199,6 +199,7 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         *(KernelVariant("swiglu.cu", name, (), 256, 0) for name in swiglus),
         *(KernelVariant("stack_unpack.cu", "stack_unpack", (("BLOCK", b),), 256, 0) for b in (16, 32)),
         KernelVariant("expert_rows.cu", "scale_and_add", (), 256, 0),
+        KernelVariant("sum_copies.cu", "sum_copies", (), 256, 0),
         KernelVariant("short_conv.cu", "short_conv", (("ROWS", 16), ("THREADS", 128)), 128, 0),
         gated_delta_chunks.variant(card),
         *(KernelVariant("routing.cu", f"gather_{name}", (), 256, 0) for name in ("fp32", "bf16", "backward")),

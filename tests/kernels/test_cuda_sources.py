@@ -53,6 +53,7 @@ CONFIGURATIONS = (
     ("rms_norm.cu", {"WIDTH": 96, "THREADS": 32, "X_BYTES": 4, "TABLE": 1}),
     ("rotary.cu", {"HEAD": 64, "THREADS": 128}),
     ("routing.cu", {}),
+    ("sum_copies.cu", {}),
     ("scale_columns.cu", {}),
     ("short_conv.cu", {"ROWS": 16, "THREADS": 128}),
     ("stack_unpack.cu", {"BLOCK": 16}),

@@ -10,7 +10,7 @@ from conftest import rms_error
 from qerl.kernels import flash_attention as op
 from qerl.kernels.attention import packed_attention
 from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.tree_attention import TreeLayout, over_runs, reference, tree_attention
+from qerl.kernels.tree_attention import TreeLayout, flash_over_runs, reference, tree_attention
 from qerl.types import Tree
 
 CASES = (  # N, K, H, trees as (prompt, branches)
@@ -105,10 +105,7 @@ def test_value_and_gradients_are_the_definitions(case, kind, has_sinks, imitated
     options = options_of(kind, has_sinks, case[0])
     layout = TreeLayout.of(trees)
 
-    def flash(q, k, v, layout):
-        return op.flash_attention(q, k, v, layout.ends, options)
-
-    got = value_and_gradients(lambda q, k, v: over_runs(q, k, v, layout, flash), operands, do)
+    got = value_and_gradients(lambda q, k, v: flash_over_runs(q, k, v, layout, options), operands, do)
     truth = value_and_gradients(lambda q, k, v: reference(q, k, v, trees, options), operands, do)
     for ours, theirs in zip(got, truth, strict=True):
         assert rms_error(ours, theirs) < 1e-6  # the sinks are fp32

@@ -12,7 +12,6 @@ are the weights with the sink, and ds = p * (do @ v^T - do . o'). Soft caps are 
 """
 
 import dataclasses
-import inspect
 from typing import Any
 
 import torch
@@ -51,39 +50,39 @@ def is_for_flash(head_size: int, options: AttentionOptions) -> bool:
 def flash_attention(
     q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, ends: SequenceEnds, options: AttentionOptions = PLAIN
 ) -> Tensor:
-    """Return o_TNH of sequences with these ends; differentiable in q, k and v."""
+    """Return o_TNH of sequences with these ends; it has no gradient."""
+    return attend(q_TNH, k_RKH, v_RKH, ends, options)[0]
+
+
+def attend(
+    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, ends: SequenceEnds, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return o_TNH, lse_NT (the logarithm of its weights' sum, fp32), and two states that the backward pass
+    asks for."""
     assert options.softcap is None
-    if not options.is_plain:
-        return _WithOptions.apply(q_TNH, k_RKH, v_RKH, ends, options)
-    from torch.nn.attention.varlen import varlen_attn
+    places, named = _arguments(ends, options)
+    o_TNH, lse_NT, *states = _forward(q_TNH, k_RKH, v_RKH, *places, False, **named)
+    assert lse_NT.shape == (q_TNH.shape[1], len(q_TNH))
+    if options.sinks_N is not None:
+        total_NT = torch.logaddexp(lse_NT, options.sinks_N[:, None])
+        o_TNH = (o_TNH * (lse_NT - total_NT).exp_().T[..., None]).to(q_TNH.dtype)
+        lse_NT = total_NT
+    return o_TNH, lse_NT, states[0], states[1]
 
-    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    sizes = ends.queries, ends.keys, ends.max_queries, ends.max_keys
-    o_TNH = varlen_attn(q_TNH, k_RKH, v_RKH, *sizes, window_size=(-1, 0), **gqa)
-    assert isinstance(o_TNH, Tensor)
-    return o_TNH
 
-
-class _WithOptions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q_TNH, k_RKH, v_RKH, ends, options):
-        places, named = _arguments(ends, options)
-        o_TNH, lse_NT, *rest = _forward(q_TNH, k_RKH, v_RKH, *places, False, **named)
-        if options.sinks_N is not None:
-            assert lse_NT.shape == (q_TNH.shape[1], len(q_TNH))
-            total_NT = torch.logaddexp(lse_NT, options.sinks_N[:, None])
-            o_TNH = (o_TNH * (lse_NT - total_NT).exp_().T[..., None]).to(q_TNH.dtype)
-            lse_NT = total_NT
-        ctx.save_for_backward(q_TNH, k_RKH, v_RKH, o_TNH, lse_NT, *rest[:2])
-        ctx.ends, ctx.options = ends, options
-        return o_TNH
-
-    @staticmethod
-    def backward(ctx, do_TNH):  # type: ignore[override]
-        *tensors, rng_state, unused = ctx.saved_tensors
-        places, named = _arguments(ctx.ends, ctx.options)
-        gradients = _backward(do_TNH.contiguous(), *tensors, *places, rng_state, unused, **named)
-        return *gradients, None, None
+def gradients(
+    do_TNH: Tensor,
+    q_TNH: Tensor,
+    k_RKH: Tensor,
+    v_RKH: Tensor,
+    attended: tuple[Tensor, Tensor, Tensor, Tensor],
+    ends: SequenceEnds,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq_TNH, dk_RKH, dv_RKH) from what `attend` returned, for its sequences or parts of them."""
+    o_TNH, lse_NT, *states = attended
+    places, named = _arguments(ends, options)
+    return _backward(do_TNH, q_TNH, k_RKH, v_RKH, o_TNH, lse_NT, *places, *states, **named)
 
 
 def _arguments(ends: SequenceEnds, options: AttentionOptions) -> tuple[tuple, dict[str, Any]]:
