@@ -14,6 +14,7 @@ from kernels.test_flash_attention import (  # noqa: F401
 )
 from qerl.kernels import row_kernel
 from qerl.kernels import runs as op
+from qerl.kernels.attention import packed_attention
 from qerl.kernels.tree_attention import TreeLayout, flash_over_runs, reference, tree_attention
 
 RAGGED = ((256, (3074, 900, 460, 400, 300)), (64, (700,)))
@@ -115,10 +116,10 @@ def test_on_a_gpu_split_runs_lose_no_more_than_whole_ones(shapes, device, rng, m
         pytest.skip("needs a CUDA device")
     monkeypatch.setattr("qerl.kernels.tree_attention.is_for_flash_4", lambda *_: False)
     trees, operands, do = operands_of((28, 4, 128, shapes), torch.bfloat16, rng, device)
-    truth = value_and_gradients(
-        lambda q, k, v: reference(q, k, v, trees), tuple(x.float() for x in operands), do
-    )
     split, whole = TreeLayout.of(trees, device), TreeLayout.of(trees, device)
+    truth = value_and_gradients(
+        lambda q, k, v: packed_attention(q, k, v, split.packed), tuple(x.float() for x in operands), do
+    )
     assert len(split.split_runs(28).key_rows_R) > len(split.runs.key_rows_R)
     whole._split_runs[28] = whole.runs
     of_split, again, of_whole = (

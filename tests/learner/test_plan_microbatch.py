@@ -34,7 +34,18 @@ def tokens_of(name, gpu_gb, *, recompute="none", micro_tokens=None):
 
 def test_a_small_model_has_larger_ones():
     found = [tokens_of(f"qwen2.5-{size}", 1000) for size in ("0.5b", "1.5b", "3b", "7b")]
-    assert found == [MOST_TOKENS, 32_768, 16_384, 8192]
+    assert found == [MOST_TOKENS, 32_768, 16_384, 16_384]
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("qwen2.5-7b", "none"), ("qwen2.5-14b", "layer")])
+def test_a_large_model_has_16_384_tokens_if_its_operands_fit_beside_them(name, recompute):
+    a, config = shape(name), config_of(recompute, 16_384)
+    need = plan.learning_bytes(plan.memory_parts(a, config, PROMPT, 16_384))
+    need += plan.operand_cache_bytes(a, config)
+    enough = need / plan.USABLE_SHARE / 1e9
+    assert tokens_of(name, enough - 1e-3, recompute=recompute) == 8192
+    assert tokens_of(name, enough + 1e-3, recompute=recompute) == 16_384
+    assert tokens_of(name, 1000, recompute=recompute) == 16_384
 
 
 @pytest.mark.parametrize("recompute", ("none", "layer"))

@@ -89,7 +89,7 @@ def test_a_backward_pass_in_int8_is_faster_by_what_was_measured(gpu, recompute):
         last = [row for row in read_rows(ROOT / RESULTS) if row | wanted == row][-1]
         measured.append(last["tok_per_s"])
         planned.append(estimated("h100", last).learned_tokens_per_s)
-    assert planned[1] / planned[0] == pytest.approx(measured[1] / measured[0], rel=0.05)
+    assert planned[1] / planned[0] == pytest.approx(measured[1] / measured[0], rel=0.06)
 
 
 @pytest.mark.parametrize(
