@@ -7,9 +7,9 @@ tokens of a micro-batch (H100, NVFP4, no recomputation / layers recomputed; dev/
     0.5B shape     33,600                                85,500             96,500
     1.5B shape     34,100 / 19,900    46,400 / 35,900    52,600 / 40,100         - / 40,900
 
-Samples of many lengths fill 8,192 tokens unevenly. An H200 learned from 96 samples of 60 to 3,074 tokens in
-groups of eight at the 7B shape at 19,150 tokens/s with 8,192 and 20,050 with 16,384, from samples of one
-length at 20,370 and 20,640.
+Samples of many lengths fill 8,192 tokens unevenly. An H200 learned from 96 samples of 42 to 3,074 tokens in
+groups of eight at the 7B shape (int8, FlashAttention 2) at 19,450 tokens/s with 8,192 and 20,080 with 16,384,
+layers recomputed at 15,710 and 16,170; from samples of one length at 20,670 and 20,970.
 """
 
 import dataclasses
