@@ -1,4 +1,4 @@
-"""The two exceptions that the command line prints as one line, and helpers for their messages."""
+"""The exceptions that the command line prints as one line, and helpers for their messages."""
 
 import difflib
 import os
@@ -30,6 +30,10 @@ class RunError(RuntimeError):
 
     def __init__(self, message: str):
         super().__init__(printable(message))
+
+
+class StoppedAtOnce(SystemExit):
+    """A signal ended a run before it could save its present step."""
 
 
 def printable(text: str) -> str:

@@ -19,7 +19,7 @@ from qerl.cli.plan import PlanOptions
 from qerl.config import RunConfig
 from qerl.config.options import EvalOptions, ServeOptions
 from qerl.config.recipes import RECIPES
-from qerl.errors import UserError
+from qerl.errors import StoppedAtOnce, UserError
 
 
 @pytest.fixture(scope="module")
@@ -440,6 +440,15 @@ def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
         process = tiny_run.launched("-c", code, *command)
         out, error = process.communicate(timeout=60)
         assert process.returncode == 7 and (out or error).startswith(f"{command[0]} {command[1]}: ")
+
+
+def test_a_run_that_a_signal_stops_at_once_says_so(monkeypatch, capsys):
+    def stops(arguments):
+        raise StoppedAtOnce(143)
+
+    monkeypatch.setattr(main, "command", stops)
+    assert qerl(monkeypatch, "train", "demo") == 143
+    assert capsys.readouterr().err == "qerl: stopped at once; what is saved stays\n"
 
 
 def test_ctrl_c_while_modules_are_imported_shows_no_traceback():

@@ -429,7 +429,8 @@ def test_the_largest_fits_and_one_more_does_not():
 @pytest.mark.parametrize(("model", "gpu_gb"), [("qwen2.5-7b", 24), ("qwen2.5-32b", 40), ("qwen2.5-72b", 80)])
 def test_what_it_says_would_fit_does(capsys, model, gpu_gb):
     as_it_was = ["--learn.gradient-checkpointing", "none"] if gpu_gb < 40 else []
-    command(["plan", model, "--gpu-gb", str(gpu_gb), *as_it_was])
+    with pytest.raises(SystemExit, match="1"):
+        command(["plan", model, "--gpu-gb", str(gpu_gb), *as_it_was])
     text = capsys.readouterr().out
     assert "does not fit" in text
     found = re.findall(r"^  (--.*?) +([\d.]+) GB$", text, flags=re.M)
@@ -458,7 +459,8 @@ def test_the_page_shows_what_the_command_prints(capsys):
 
 
 def test_it_says_so_where_nothing_helps(capsys):
-    command(["plan", "qwen2.5-72b", "--gpu-gb", "24"])
+    with pytest.raises(SystemExit, match="1"):
+        command(["plan", "qwen2.5-72b", "--gpu-gb", "24"])
     assert "does not fit even with offload" in capsys.readouterr().out
 
 
@@ -491,7 +493,7 @@ def test_a_mistake_is_one_line(arguments, message):
 def test_calibration_needs_the_bf16_model_once():
     config = dataclasses.replace(RunConfig(), model=ModelConfig(calibrate="gptq"))
     for gpu_gb, fits in ((40, True), (24, False)):
-        text = report.format_plan("qwen2.5-7b", config, gpu_gb=gpu_gb, prompt_tokens=64)
-        assert ("fits into" in text) == fits, text
+        text, does_fit = report.format_plan("qwen2.5-7b", config, gpu_gb=gpu_gb, prompt_tokens=64)
+        assert ("fits into" in text) == does_fit == fits, text
         assert "calibration in BF16" in text and "before training" in text
-    assert "calibration" not in report.format_plan("qwen2.5-7b", RunConfig(), gpu_gb=24, prompt_tokens=64)
+    assert "calibration" not in report.format_plan("qwen2.5-7b", RunConfig(), gpu_gb=24, prompt_tokens=64)[0]

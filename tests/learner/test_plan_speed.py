@@ -1,5 +1,6 @@
 """The speed that `qerl plan` estimates: against the benchmark's rows, and for every GPU in the table."""
 
+import contextlib
 import re
 
 import pytest
@@ -198,8 +199,12 @@ def test_other_hub_ids_are_not_guessed(name):
 
 
 def test_a_margin_of_the_memory_stays_free(capsys):
-    command(["plan", "qwen2.5-7b", "--gpu-gb", "24", "--learn.gradient-checkpointing", "layer"])
+    given = "plan", "qwen2.5-7b", "--learn.gradient-checkpointing", "layer", "--gpu-gb"
+    command([*given, "24"])
     (peak,) = re.findall(r"peak +([\d.]+) GB", capsys.readouterr().out)
     for gpu_gb, fits in ((float(peak) / 0.95 + 0.02, True), (float(peak) / 0.95 - 0.02, False)):
-        command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.gradient-checkpointing", "layer"])
+        with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match="1"):
+            command(
+                ["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.gradient-checkpointing", "layer"]
+            )
         assert ("does not fit" not in capsys.readouterr().out) == fits

@@ -8,6 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
+from qerl.errors import StoppedAtOnce
 from qerl.tracking import Journal
 from qerl.training.signals import StopSignal
 
@@ -47,7 +48,7 @@ def test_a_signal_within_the_write_of_a_line_is_deferred_and_told_after_it(tmp_p
 def test_a_second_signal_ends_the_run_and_its_first_was_told():
     told = []
     stop = StopSignal(told.append)
-    with pytest.raises(SystemExit) as ended, stop.handling(), stop.deferred():
+    with pytest.raises(StoppedAtOnce) as ended, stop.handling(), stop.deferred():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 143 and len(told) == 1

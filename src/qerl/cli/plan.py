@@ -20,7 +20,7 @@ DESCRIPTION = f"""{__doc__}
 
 MODEL is a folder, a .gguf file, a hub id, a shape such as qwen2.5-7b, or a recipe, which also sets the
 other fields.
-The fields after --mean-tokens are those of `qerl train`."""
+The fields after --mean-tokens are those of `qerl train`. It exits with 1 if the run does not fit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,10 @@ def run(arguments: list[str]) -> None:
     gpu, gpu_gb = _gpu(options)
     model = options.run.model.path if names[0] in RECIPES else names[0]
     lengths = {"prompt_tokens": options.prompt_tokens, "mean_tokens": options.mean_tokens}
-    print(format_plan(model, options.run, gpu=gpu, gpu_gb=gpu_gb, **lengths))
+    text, fits = format_plan(model, options.run, gpu=gpu, gpu_gb=gpu_gb, **lengths)
+    print(text)
+    if not fits:
+        sys.exit(1)
 
 
 def _gpu(options: PlanOptions) -> tuple["Gpu | None", float]:

@@ -79,9 +79,9 @@ class Learner:
         tokens, computed by the sampler's forward pass; only in exact mode."""
         self.config = config
         self.version = 0
+        """Number of planned updates so far, skipped ones included: schedules and resumption use it."""
         self.num_applied = 0
         """Number of times that the adapter has changed."""
-        """Number of planned updates so far, skipped ones included: schedules and resumption use it."""
         self.decoder = decoder
         self._num_nonfinite = 0
         self._score, self._ranks = score, ranks

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from qerl.errors import RunError
+from qerl.errors import RunError, StoppedAtOnce
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
@@ -24,7 +24,7 @@ def echo_s(num_ranks: int) -> float:
 
 
 class StopSignal:
-    """Record the first signal while deferred; raise SystemExit on a second one, or on one outside."""
+    """Record the first signal while deferred; raise StoppedAtOnce on a second one, or on one outside."""
 
     def __init__(self, announce: Callable[[str], None], *, echo_s: float = 0.0):
         """announce: called in a thread. echo_s: a signal within so many seconds of the first is the same one,
@@ -87,7 +87,7 @@ class StopSignal:
         if not is_first and age_s < self._echo_s:
             return
         if not (is_first and self._is_deferring):
-            raise SystemExit(128 + number)
+            raise StoppedAtOnce(128 + number)
         self._received.put(number)
 
     def _tell(self) -> None:

@@ -121,8 +121,8 @@ def format_plan(
     prompt_tokens: int,
     gpu: Gpu | None = None,
     mean_tokens: int | None = None,
-) -> str:
-    """Return a table of the parts, the peak, and what fits or which options make it fit.
+) -> tuple[str, bool]:
+    """Return a table of the parts, the peak, and what fits or which options make it fit; and whether it fits.
 
     A share of the memory stays free, as in a run: 1 - USABLE_SHARE. gpu: also estimate the speed on it, for
     samples of mean_tokens tokens, by default the longest.
@@ -153,7 +153,7 @@ def format_plan(
     trained = f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "full weights trained"
     if config.adapter.experts != "none":
         trained += f", experts of rank {config.adapter.expert_rank}"
-    return "\n".join(
+    text = "\n".join(
         [
             f"{model} in {config.model.format}, {config.num_prompts * config.num_generations} samples of up"
             f" to {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {trained},"
@@ -168,6 +168,7 @@ def format_plan(
             *(_speed(gpu, a, as_run, prompt_tokens, mean_tokens) if gpu and fits else ()),
         ]
     )
+    return text, fits
 
 
 def _what_fits(
