@@ -149,6 +149,20 @@ def test_a_batch_is_laid_out_when_it_is_first_read(monkeypatch):
     assert len(list(batches)) == 3 and len(made) == 3
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_batch_is_laid_out_without_waiting_for_it(rng, device):
+    """What is laid out while a GPU computes the batch before must not end its queue."""
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    groups = [(group, [1.0] * len(group.samples_G)) for group in random_groups(6, 4, vocab=50, rng=rng)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = list(pack(groups, max_tokens=64, device=device))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(batches) > 1 and batches[0].spans.places_T.is_cuda
+
+
 def test_weight_zero_leaves_a_sample_out():
     group = Group(prompt=prompt(0, [1, 2]), samples_G=[sample([3, 4]), sample([5, 6]), sample([7])])
     (batch,) = packed([group], weights_P_G=[[1.0, 0.0, 1.0]])

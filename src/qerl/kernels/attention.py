@@ -138,10 +138,10 @@ def _layout(
         for b, (start, n, _) in enumerate(block):
             slots_T[start : start + n] = torch.arange(num_slots + b * Q, num_slots + b * Q + n)
         slots = slice(num_slots, num_slots + len(block) * Q)
-        blocks.append(_Block(slots, key_rows_BS.to(device), mask_BQS[:, None, None].to(device)))
+        blocks.append(_Block(slots, sent(key_rows_BS, device), sent(mask_BQS[:, None, None], device)))
         num_slots = slots.stop
     assert (slots_T >= 0).all(), "the spans leave rows out"
-    return PackedLayout(tuple(blocks), slots_T.to(device), num_slots)
+    return PackedLayout(tuple(blocks), sent(slots_T, device), num_slots)
 
 
 def _split(spans: list[tuple[int, int, Tensor]], window: int | None) -> list[tuple[int, int, Tensor]]:

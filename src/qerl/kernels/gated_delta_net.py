@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.gated_delta import CHUNK, SequenceLayout, gated_delta, gated_delta_step
+from qerl.kernels.gpu_memory import sent
 from qerl.kernels.short_conv import short_conv, short_conv_step
 from qerl.types import Tree
 
@@ -143,14 +144,14 @@ class TreeSequences:
                 parents.append(index)
                 row += length
         rows = [row for sequence in (*prompts, *branches) for row in sequence]
-        rows_T = torch.tensor(rows, dtype=torch.long, device=device)
+        rows_T = sent(torch.tensor(rows, dtype=torch.long), device)
         return cls(
             prompts=SequenceLayout.of([len(p) for p in prompts], device),
             branches=SequenceLayout.of([len(b) for b in branches], device),
             rows_T=rows_T,
             places_T=rows_T.argsort(),
-            parents_S=torch.tensor(parents, dtype=torch.long, device=device),
-            nth=tuple(tuple(torch.tensor(pairs, device=device).unbind(1)) for pairs in nth),
+            parents_S=sent(torch.tensor(parents, dtype=torch.long), device),
+            nth=tuple(tuple(sent(torch.tensor(pairs), device).unbind(1)) for pairs in nth),
         )
 
 

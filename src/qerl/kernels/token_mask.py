@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qerl.kernels.gpu_memory import sent
 from qerl.types import AllowedTokens
 
 LEFT_OUT = -1e20
@@ -44,7 +45,7 @@ class TokenMask:
         if not rows:
             return None
         bits = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8)
-        return TokenMask(rows, sets, bits.view(len(found), -1).to(device))
+        return TokenMask(rows, sets, sent(bits.view(len(found), -1), device))
 
     def fill_(self, logits_CV: Tensor, start: int, first_token: int = 0) -> None:
         """Fill what is left out, in place. start: the row that logits_CV[0] is. first_token: the token of
@@ -54,9 +55,9 @@ class TokenMask:
         if first == last:
             return
         device, num_tokens = logits_CV.device, logits_CV.shape[1]
-        rows_M = torch.tensor(self.rows[first:last], device=device) - start
+        rows_M = sent(torch.tensor(self.rows[first:last]) - start, device)
         bytes_X = slice(first_token // 8, -(-(first_token + num_tokens) // 8))
-        bits_MX = self.bits_UX[torch.tensor(self.sets[first:last], device=device), bytes_X]
+        bits_MX = self.bits_UX[sent(torch.tensor(self.sets[first:last]), device), bytes_X]
         shifts_8 = torch.arange(8, dtype=torch.uint8, device=device)
         is_allowed_MV = (bits_MX[:, :, None] >> shifts_8 & 1).flatten(1)[:, :num_tokens].bool()
         logits_CV[rows_M] = logits_CV[rows_M].masked_fill(~is_allowed_MV, LEFT_OUT)

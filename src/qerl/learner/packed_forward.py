@@ -5,6 +5,7 @@ from torch import Tensor
 
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.divergence import Head
+from qerl.kernels.gpu_memory import sent
 from qerl.kernels.logprob import Softcap
 from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.packing import PackedBatch
@@ -49,4 +50,4 @@ def _noise_rows(decoder: Decoder, batch: PackedBatch) -> Tensor | None:
         lengths += [tree.prompt_tokens, *tree.branch_tokens]
         rows += [prompt_row, *sample_rows]
     rows_T = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-    return rows_T.to(decoder.device)
+    return sent(rows_T, decoder.device)

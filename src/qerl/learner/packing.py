@@ -203,11 +203,17 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         advantages_C=per_token([s.advantage for s, _ in samples], torch.float32),
         weights_C=per_token([weight for _, weight in samples], torch.float32),
         routes_T=_routes(batch, device),
-        spans=Segments.of(lengths_S, device),
+        spans=_spans(lengths_S, device),
         is_sampled_C=per_token([not s.is_given for s, _ in samples], torch.bool),
         mask=TokenMask.joined([s.allowed for s, _ in samples], lengths_S, device),
         teacher=_joined([sample.teacher for sample, _ in samples], device),
     )
+
+
+def _spans(lengths_S: list[int], device: torch.device) -> Segments:
+    spans = Segments.of(lengths_S, torch.device("cpu"))
+    own = sent(spans.lengths_S, device), sent(spans.places_T, device)
+    return Segments(lengths_S=own[0], longest=spans.longest, places_T=own[1])
 
 
 def _joined(parts: list[TeacherLogprobs | None], device: torch.device) -> TeacherLogprobs | None:
@@ -218,9 +224,9 @@ def _joined(parts: list[TeacherLogprobs | None], device: torch.device) -> Teache
     ids = [part.ids_CK for part in known if part.ids_CK is not None]
     outcomes = [part.outcomes_CX for part in known if part.outcomes_CX is not None]
     return TeacherLogprobs(
-        torch.cat([part.logprob_C for part in known]).to(device),
-        torch.cat(ids).to(device) if ids else None,
-        torch.cat(outcomes).to(device) if outcomes else None,
+        sent(torch.cat([part.logprob_C for part in known]), device),
+        sent(torch.cat(ids), device) if ids else None,
+        sent(torch.cat(outcomes), device) if outcomes else None,
     )
 
 
