@@ -6,8 +6,9 @@
     prefill_tokens          mean rows of the prefills of a partial step: prompts, and tokens carried
     stale_fraction          mean share of learned tokens that an earlier policy sampled
 
-Both learn from num_samples finished samples a step. The n-th prompt of the run has the same lengths in both.
-Before these steps come one without, and 1 + max_staleness with, which fill what is carried.
+Both learn from num_samples finished samples a step, with micro-batches and operands as the memory plan says.
+The n-th prompt of the run has the same lengths in both. Before these steps come one without, and 1 +
+max_staleness with, which fill what is carried.
 """
 
 import contextlib
@@ -34,9 +35,11 @@ from qerl.config import (
 )
 from qerl.engine import Engine
 from qerl.learner import Learner
+from qerl.learner.distributed import ALONE
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import random_decoder, shape
 from qerl.training.partial import PartialRollouts
+from qerl.training.planned_learner import planned_learner
 from qerl.training.rollout import GroupRollouts, drop_overlong
 from qerl.types import Group, Prompt
 
@@ -84,7 +87,9 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
     config = run_config(case)
     tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
-    learner = Learner(decoder, config, notice=meter.say, holds_operands=True) if case.learn else None
+    learner = None
+    if case.learn:
+        learner = planned_learner(decoder, config, case.prompt_tokens, notice=meter.say, ranks=ALONE)
     most = (1 + case.max_staleness + case.runs + 1) * config.num_prompts + case.extra_prompts
     own, rewards = OwnLengths(engine, case, most), HalfCorrect()
     pool = random_prompts(most, case.prompt_tokens, decoder.architecture.vocab_size)
@@ -101,7 +106,10 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
         step_of = MeasuredStep(config, rollouts, engine, learner, meter)
         each = [step_of(step) for step in range(warm_up + case.runs)][warm_up:]
         figures[kind] = {name: [step[name] for step in each] for name in each[0]}
-    return _summed(figures) | {"kernels": engine.kernels, "peak_gb": meter.peak_gb()}
+    as_learned = {}
+    if learner is not None:
+        as_learned = {"used_micro_tokens": learner.micro_tokens, "holds_operands": learner.holds_operands}
+    return _summed(figures) | as_learned | {"kernels": engine.kernels, "peak_gb": meter.peak_gb()}
 
 
 def _summed(figures: dict[str, dict[str, list[float]]]) -> dict[str, float]:

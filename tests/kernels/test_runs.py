@@ -61,34 +61,55 @@ def test_on_a_gpu_a_rows_gradient_is_summed_in_fp32(rng, device):
     _check_sums(device, rng)
 
 
+@pytest.mark.parametrize("num_heads", [9, 12, 14, 28, 64])
 @pytest.mark.parametrize("shapes", [RAGGED, ((8192, ()),), ((300, (4000,)), (10, (90, 1, 4000)))])
-def test_long_runs_are_split_into_parts_that_see_what_they_saw(shapes):
+def test_parts_see_what_their_runs_saw_and_make_few_copies(shapes, num_heads):
     whole = list(_runs(shapes).runs)
-    parts = op.split(whole, 28, 132)
-    share = sum(run.cost for run in whole) * 28 / 132
-    assert max(run.cost for run in whole) > 1.5 * share
-    assert max(part.cost for part in parts if len(part.rows) > 128) <= share
-    assert sum(part.num_keys for part in parts) <= op._MOST_COPIES * parts[-1].rows.stop
+    parts = op.split(whole, num_heads, 132)
+    assert sum(part.num_keys for part in parts) <= op.MOST_COPIES * parts[-1].rows.stop
     assert [row for part in parts for row in part.rows] == list(range(parts[-1].rows.stop))
     for run in whole:
-        own = [part for part in parts if part.rows.start in run.rows]
         keys = [row for rows in run.before for row in rows] + list(run.rows)
-        for part in own:
+        for part in (part for part in parts if part.rows.start in run.rows):
             seen = [row for rows in (*part.before, part.rows) for row in rows]
             assert seen == keys[: len(keys) - run.rows.stop + part.rows.stop]
 
 
+def test_long_runs_among_short_ones_are_split_to_half_a_share():
+    whole = list(_runs(((256, (3074, 1500, 1200, 900, 600)), (64, (400,)))).runs)
+    share = sum(run.cost for run in whole) * 28 / 132
+    assert max(run.cost for run in whole) > 2 * share
+    parts = op.split(whole, 28, 132)
+    assert max(part.cost for part in parts) <= 1.25 * share / 2
+    assert [part for part in parts if part in whole] == [run for run in whole if run.cost <= share / 2]
+
+
+def test_a_run_within_the_limit_stays_whole():
+    (run,) = _runs(((250, ()),)).runs
+    assert op.parts_of(run, 1.1 * run.cost) == [run]
+    assert len(op.parts_of(run, 0.6 * run.cost)) == 2
+
+
 @pytest.mark.parametrize(
-    "shapes", [((256, (1024,) * 7),), ((1, (2047,)),) * 4, ((256, (1500, 20)),), ((65_000, (3000,)),)]
+    ("shapes", "num_heads"),
+    [
+        (((256, (1024,) * 7),), 28),  # of one length
+        (((1, (2047,)),) * 4, 28),
+        (((256, (1500, 20)),), 28),  # few rows
+        (((32_000, (3000,)),), 28),  # many
+        (((8192, ()),), 12),  # eleven blocks of threads for each head already
+        (((16_384, ()),), 14),  # too many copies
+    ],
 )
-def test_runs_of_one_length_and_small_and_huge_batches_stay_whole(shapes):
+def test_other_runs_stay_whole(shapes, num_heads):
     whole = list(_runs(shapes).runs)
-    assert op.split(whole, 28, 132) is whole
+    assert op.split(whole, num_heads, 132) is whole
 
 
 def test_fewer_copies_are_made_of_one_long_run():
     (run,) = _runs(((16_384, ()),)).runs
-    assert sum(part.num_keys for part in op._parts(run, run.cost * 28 / 132 / 2)) > 4 * 16_384
+    half = op.parts_of(run, run.cost * 28 / 132 / 2)
+    assert sum(part.num_keys for part in half) > 4 * 16_384
     assert 3 * 16_384 < sum(part.num_keys for part in op.split([run], 28, 132)) < 4 * 16_384
 
 
@@ -98,7 +119,7 @@ def test_gradients_of_parts_are_those_of_the_runs(has_sinks, imitated, rng):  # 
     trees, operands, do = operands_of(case, torch.float64, rng)
     options = options_of("scale", has_sinks, case[0])
     layout = TreeLayout.of(trees)
-    parts = [part for run in layout.runs.runs for part in op._parts(run, 9000)]
+    parts = [part for run in layout.runs.runs for part in op.parts_of(run, 9000)]
     assert len(parts) == len(layout.runs.runs) + 2
     layout._split_runs[case[0]] = op.Runs.of(parts, "cpu")
     got = value_and_gradients(lambda q, k, v: flash_over_runs(q, k, v, layout, options), operands, do)

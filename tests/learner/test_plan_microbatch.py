@@ -48,6 +48,14 @@ def test_a_large_model_has_16_384_tokens_if_its_operands_fit_beside_them(name, r
     assert tokens_of(name, 1000, recompute=recompute) == 16_384
 
 
+def test_a_large_model_without_operands_has_16_384_tokens():
+    config = config_of("layer")
+    for model in (ModelConfig(format="bf16"), ModelConfig(format="fp8-flow")):
+        plain = dataclasses.replace(config, model=model)
+        found = with_microbatches(shape("qwen2.5-7b"), plain, PROMPT, 140e9)
+        assert found.learn.max_tokens_per_microbatch == 16_384
+
+
 @pytest.mark.parametrize("recompute", ("none", "layer"))
 def test_they_are_the_largest_that_fit(recompute):
     a, all_tokens = shape("qwen2.5-1.5b"), [8192, 16_384, 32_768]

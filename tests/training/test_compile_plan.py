@@ -98,7 +98,7 @@ def test_a_run_plans_the_kernels_of_each_graph_then_those_of_prefill_and_update(
     assert {each.name for each in passes} == {
         *("rms_norm", "rms_norm_backward", "head_norm", "head_norm_backward"),
         *("swiglu_wide", "swiglu_wide_backward"),
-        *("logprob", "tile_unpack", "place_adapters", "copy_rows"),
+        *("logprob", "tile_unpack", "place_adapters", "copy_rows", "sum_copies"),
     }
     odd = {each.name for each in set(passes) - learner}
     assert odd <= {"place_adapters"}  # of one linear, where the matrix compiles three
@@ -110,7 +110,7 @@ def test_the_passes_of_a_hybrid_are_planned():
     outline = outlined_decoder(a, format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig(rank=32))
     planned = pass_kernels(outline, chunk_tokens=64)
     assert a.delta is not None and len(set(planned)) == len(planned)
-    assert {"short_conv", "gated_delta_chunks", "logprob", "swiglu_wide_backward"} <= {
+    assert {"short_conv", "gated_delta_chunks", "logprob", "sum_copies", "swiglu_wide_backward"} <= {
         v.name for v in planned
     }
     assert {128, 256, 4096} == {dict(v.defines)["WIDTH"] for v in planned if v.name == "rms_norm_backward"}

@@ -51,7 +51,8 @@ def flash_attention(
     q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, ends: SequenceEnds, options: AttentionOptions = PLAIN
 ) -> Tensor:
     """Return o_TNH of sequences with these ends; it has no gradient."""
-    return attend(q_TNH, k_RKH, v_RKH, ends, options)[0]
+    with torch.no_grad():
+        return attend(q_TNH, k_RKH, v_RKH, ends, options)[0]
 
 
 def attend(

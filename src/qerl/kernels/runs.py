@@ -8,9 +8,10 @@ The last query of a run sees its last key. R counts the gathered keys: a prompt'
 prompt and once per branch, and its gradient is the sum over all of these, in fp32 and in the order of the R
 (kernels/cuda/sum_copies.cu): 0.03 ms for 8,000 rows of 4 heads of 128, keys and values (H200).
 
-FlashAttention 2 gives each head of a run to a single block of threads for its backward pass to be the same
-each time, so that the longest run of ragged ones decides how long it takes: 3.5 ms for 7 runs of up to 3,074
-rows, 28 heads, and 2.2 where `split` parts the long ones (H200, dev/LOG.md 2026-11-27).
+To be the same each time, FlashAttention 2's backward pass gives ceil(SMs / (runs * heads)) blocks of threads
+to a head of a run: one where there are many runs. Then the longest run of ragged ones decides how long it
+takes: 3.5 ms for 7 runs of up to 3,074 rows and 28 heads, and 2.2 where `split` parts the long ones, whose
+earlier rows are then gathered for each part (H200, dev/LOG.md, 2026-11-27).
 """
 
 import dataclasses
@@ -29,8 +30,9 @@ from qerl.kernels.nvrtc import addresses
 _THREADS = 256
 _BLOCK = 128  # rows: the kernel's blocks of keys, and twice or once those of queries
 _LEAST_ROWS = 2048  # of a batch: below, splitting saves less than 0.1 ms
-_MOST_ROWS = 65_536  # above, the gradients of the copies would take gigabytes
-_MOST_COPIES = 4
+MOST_ROWS = 32_768  # above, the gradients of the copies would take more than 2 GB of 7B
+MOST_COPIES = 4
+"""R of split runs by the rows, at most; learner/plan/activations.py counts so many."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,27 +110,32 @@ class Runs:
 
 
 def split(runs: list[Run], num_heads: int, num_sms: int) -> list[Run]:
-    """Return the runs, the long ones split: a part sees the rows of the parts before it. If the longest has
-    more than 1.5 times a multiprocessor's share of all heads' work, no part has more than half that share, or
-    the whole share if the R would otherwise exceed 4 times the rows."""
-    num_rows = runs[-1].rows.stop
+    """Return the runs, the long ones split if a chain of one takes 1.5 times a multiprocessor's share of all
+    heads' work: into parts of about half that share, or of a whole one, whichever keeps R within MOST_COPIES
+    times the rows; else as they are. A part sees the rows of the parts before it."""
+    num_rows, blocks = runs[-1].rows.stop, -(-num_sms // (len(runs) * num_heads))
+    turns = -(-len(runs) * num_heads * blocks // num_sms) if blocks > 1 else 1
     share = sum(run.cost for run in runs) * num_heads / num_sms
-    if not _LEAST_ROWS <= num_rows <= _MOST_ROWS or max(run.cost for run in runs) <= 1.5 * share:
+    chain = max(run.cost for run in runs) * turns / blocks
+    if not _LEAST_ROWS <= num_rows <= MOST_ROWS or chain <= 1.5 * share:
         return runs
-    parts = [part for run in runs for part in _parts(run, share / 2)]
-    if sum(part.num_keys for part in parts) > _MOST_COPIES * num_rows:
-        return [part for run in runs for part in _parts(run, share)]
-    return parts
+    for most in (share / 2, share):
+        parts = [part for run in runs for part in parts_of(run, most)]
+        if sum(part.num_keys for part in parts) <= MOST_COPIES * num_rows:
+            return parts
+    return runs
 
 
-def _parts(run: Run, most: float) -> list[Run]:
-    """Split a run from its end on, so that no part costs more than this, or has 128 rows."""
+def parts_of(run: Run, most: float) -> list[Run]:
+    """Return the run split from its end on, in multiples of 128 rows but for the first part, so that no part
+    costs much more than this unless it has 128 rows."""
     parts, rows = [], run.rows
     while rows:
-        num_keys = Run(rows, run.before).num_keys
+        left = Run(rows, run.before)
+        num_keys = left.num_keys
         fitting = num_keys - math.sqrt(max(num_keys**2 - 2 * most, 0))  # rows * (num_keys - rows / 2) = most
         size = max(int(fitting) // _BLOCK * _BLOCK, _BLOCK)
-        size = len(rows) if len(rows) < size + _BLOCK // 2 else size
+        size = len(rows) if left.cost <= most or len(rows) < size + _BLOCK // 2 else size
         earlier, last = rows[:-size], rows[-size:]
         parts.append(Run(last, (*run.before, earlier) if earlier else run.before))
         rows = earlier

@@ -65,7 +65,8 @@ class TreeLayout:
         return self.runs.key_rows_R.device
 
     def split_runs(self, num_heads: int) -> Runs:
-        """Return the runs of FlashAttention 2's backward pass."""
+        """Return the runs of FlashAttention 2's backward pass. With a window a long run costs no more a row
+        than a short one, and stays whole."""
         if num_heads not in self._split_runs:
             runs, is_gpu = list(self.runs.runs), self.device.type == "cuda"
             parts = split(runs, num_heads, num_sms(self.device)) if is_gpu else runs

@@ -6,6 +6,7 @@ from torch import Tensor
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.nvrtc import KernelVariant, dry_run
+from qerl.kernels.tree_attention import TreeLayout
 from qerl.learner.packed_forward import head_of
 from qerl.models.decoder import Attend, Decoder, Layer, RowContext, run_layer
 from qerl.models.delta_net import recur_over
@@ -15,7 +16,8 @@ _ROWS = 16  # any number: the kernels of these passes do not depend on it
 
 
 def pass_kernels(decoder: Decoder, *, chunk_tokens: int) -> list[KernelVariant]:
-    """Return the kernels of a forward pass and of one with its backward pass; attention is PyTorch's.
+    """Return the kernels of a forward pass and of one with its backward pass. Attention is PyTorch's, but for
+    the sum of a prompt's gradients.
 
     decoder: without memory (models/outline.py), of layers with dense MLPs; none are listed for others.
     chunk_tokens: learn.logprob_chunk_tokens.
@@ -33,6 +35,9 @@ def pass_kernels(decoder: Decoder, *, chunk_tokens: int) -> list[KernelVariant]:
         options = {"softcap": head.softcap, "chunk_tokens": head.chunk_tokens}
         logprob_T, _ = chunked_logprob(hidden_TD, head.operand, positions_T, temperature=1.0, **options)
         logprob_T.sum().backward()
+        runs = TreeLayout.of([tree], decoder.device).runs
+        copies = torch.empty(len(runs.key_rows_R), 8, dtype=decoder.compute, device=decoder.device)
+        runs.summed(copies, copies)
     return list(variants)
 
 
@@ -47,5 +52,5 @@ def _run_as_later(
 def _attend(
     layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Stand for attention, which launches none of the kernels here: of its inputs' shapes and gradients."""
+    """Stand for attention itself, which launches none of the kernels here."""
     return q_TNH * (k_TKH.sum() + v_TKH.sum())

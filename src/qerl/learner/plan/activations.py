@@ -17,6 +17,7 @@ import torch
 
 from qerl.config import RunConfig
 from qerl.kernels.matmul_fp32 import CHUNK_ROWS
+from qerl.kernels.runs import MOST_COPIES, MOST_ROWS
 from qerl.learner.plan import mixture
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
@@ -48,7 +49,7 @@ def saved_bytes_per_row(a: Architecture, config: RunConfig) -> float:
 def _saved_bytes(a: Architecture, config: RunConfig, spec: LayerSpec) -> float:
     """Return those of one layer.
 
-    Saved in the compute dtype: inputs of products and swiglu, q, the branches' k and v, the attention output,
+    Saved in the compute dtype: inputs of products and swiglu, q, k and v, the attention output,
     inputs of norms after attention and MLP. Without the fused swiglu, gate, its activation and up are saved.
     Saved in fp32: inputs of the norms, and the softmax's sums. In a layer with Gated DeltaNet: what its
     linears return, the convolution's result in both dtypes, and the output before and after its norm.
@@ -116,7 +117,10 @@ def _recomputed_bytes(a: Architecture, config: RunConfig, spec: LayerSpec, rows:
     mixed = size * (inputs + 2 * q + k + v + normed) + 4 * (a.width + a.num_heads)
     of_mlp = rows * (mixed + 3 * 4 * a.width) + CHUNK_ROWS * (saved - mixed + backward)
     splits = -(-_SMS // a.num_heads)
-    attention = splits * 4 * q + size * (2 * q + q + k + v)
+    sums = splits * 4 + 2 * size  # dq's, and dk and dv for each head of q
+    if rows <= MOST_ROWS:
+        sums = max(sums, 4 + 2 * size * MOST_COPIES)  # of split runs
+    attention = sums * q + size * (q + k + v)
     return max(of_mlp, rows * (mixed + 2 * 4 * a.width + size * (a.width + q) + attention))
 
 

@@ -15,7 +15,13 @@ layers recomputed at 15,710 and 16,170; from samples of one length at 20,670 and
 import dataclasses
 
 from qerl.config import RunConfig
-from qerl.learner.plan.memory import USABLE_SHARE, can_cache_operands, learning_bytes, memory_parts
+from qerl.learner.plan.memory import (
+    USABLE_SHARE,
+    can_cache_operands,
+    learning_bytes,
+    memory_parts,
+    operand_cache_bytes,
+)
 from qerl.learner.plan.rows import full_rows
 from qerl.learner.plan.speed import num_weights
 from qerl.models.architecture import Architecture
@@ -28,8 +34,8 @@ _EVEN_TOKENS = 16_384
 def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> RunConfig:
     """Return the config with learn.max_tokens_per_microbatch None replaced by 8,192, or by a larger number
     with which learning fits whatever the samples' lengths: what keeps the GPU busy, and at least 16,384 if
-    the unpacked operands still fit beside it. Its gradient_checkpointing must be resolved. gpu_bytes includes
-    the CUDA context."""
+    unpacked operands, where a format has any, still fit beside it. Its gradient_checkpointing must be
+    resolved. gpu_bytes includes the CUDA context."""
     if config.learn.max_tokens_per_microbatch is not None:
         return config
 
@@ -44,7 +50,8 @@ def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gp
         parts = memory_parts(a, larger, prompt_tokens, rows)
         if learning_bytes(parts) > USABLE_SHARE * gpu_bytes:
             break
-        holds = can_cache_operands(a, larger, prompt_tokens, gpu_bytes, rows)
+        has_none = operand_cache_bytes(a, larger) == 0
+        holds = has_none or can_cache_operands(a, larger, prompt_tokens, gpu_bytes, rows)
         if is_enough and (tokens >= _EVEN_TOKENS or not holds):
             break
         tokens *= 2
