@@ -248,7 +248,7 @@ def started(
     *arguments: str, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[str] | Forked":
     """Run `qerl`, a script or a module's main() in a forked process, or `qerl` in this one (Deferred); with a
-    GPU, in a new one."""
+    GPU, in a new one. Ray leaves threads behind, and what is forked beside them waits for ever."""
     own = child_variables() | (environment or {})
     if torch.cuda.is_available():
         return launched(*arguments, environment=own)
@@ -265,7 +265,8 @@ def started(
             sys.argv = list(arguments)
             runpy.run_path(arguments[0], run_name="__main__")
 
-    return Deferred(work) if arguments[: len(QERL)] == QERL and environment is None else Forked(work)
+    is_deferred = arguments[: len(QERL)] == QERL and environment is None and "--ray" not in arguments
+    return Deferred(work) if is_deferred else Forked(work)
 
 
 def child_variables() -> dict[str, str]:

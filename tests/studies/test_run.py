@@ -122,7 +122,7 @@ def test_killed_in_a_run_and_started_again_a_study_has_the_same_results(files, u
 @pytest.mark.slow
 def test_after_ctrl_c_no_further_run_begins(files, tmp_path):
     folder = tmp_path / "stopped"
-    run = forked(files, folder)
+    run = forked(files, folder, num_steps=50)  # so that none ends before the signal
     before = under_way(folder, run.wait_for)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal, which signals the group
     assert run.wait(60) != 0
@@ -134,7 +134,7 @@ def test_after_ctrl_c_no_further_run_begins(files, tmp_path):
 def test_after_a_signal_to_the_parent_alone_no_further_run_begins(files, tmp_path):
     """Its worker is spawned, as a study's are."""
     folder = tmp_path / "stopped"
-    run = forked(files, folder, method="spawn")
+    run = forked(files, folder, method="spawn", num_steps=50)
     before = under_way(folder, run.wait_for)
     run.kill(signal.SIGINT)
     assert run.wait(60) != 0

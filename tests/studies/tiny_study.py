@@ -8,9 +8,9 @@ from studies.study import Arm, Study, StudyTask, with_fields
 from studies.training import train_job
 
 
-def make(files: Path, template="{prompt}") -> Study:
+def make(files: Path, template="{prompt}", num_steps=2) -> Study:
     fields = {
-        "num_steps": 2,
+        "num_steps": num_steps,
         "num_prompts": 4,
         "num_generations": 4,
         "model.path": str(files),
