@@ -111,6 +111,16 @@ def test_value_and_gradients_are_the_definitions(case, kind, has_sinks, imitated
         assert rms_error(ours, theirs) < 1e-6  # the sinks are fp32
 
 
+@pytest.mark.parametrize("kind", ["scale", "window"])
+def test_only_runs_without_a_window_are_split(kind, imitated, rng, monkeypatch):
+    trees, operands, do = operands_of(CASES[1], torch.float64, rng)
+    layout, asked = TreeLayout.of(trees), []
+    monkeypatch.setattr(TreeLayout, "split_runs", lambda self, heads: asked.append(heads) or self.runs)
+    options = options_of(kind, False, CASES[1][0])
+    value_and_gradients(lambda q, k, v: flash_over_runs(q, k, v, layout, options), operands, do)
+    assert asked == ([] if kind == "window" else [CASES[1][0]])
+
+
 def test_it_is_chosen_for_all_but_soft_caps_and_wide_heads():
     assert op.is_for_flash(128, AttentionOptions()) and not op.is_for_flash(320, AttentionOptions())
     assert op.is_for_flash(64, options_of("both", True, 4))

@@ -98,6 +98,7 @@ def test_a_run_within_the_limit_stays_whole():
         (((256, (1500, 20)),), 28),  # few rows
         (((32_000, (3000,)),), 28),  # many
         (((8192, ()),), 12),  # eleven blocks of threads for each head already
+        (((8192, ()),), 44),  # three
         (((16_384, ()),), 14),  # too many copies
     ],
 )

@@ -30,9 +30,9 @@ from qerl.kernels.nvrtc import addresses
 _THREADS = 256
 _BLOCK = 128  # rows: the kernel's blocks of keys, and twice or once those of queries
 _LEAST_ROWS = 2048  # of a batch: below, splitting saves less than 0.1 ms
-MOST_ROWS = 32_768  # above, the gradients of the copies would take more than 2 GB of 7B
+_MOST_ROWS = 32_768  # up to here the gradients of the copies (2 GB at 7B) are less than what an MLP takes
 MOST_COPIES = 4
-"""R of split runs by the rows, at most; learner/plan/activations.py counts so many."""
+"""R of split runs by the rows, at most."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def split(runs: list[Run], num_heads: int, num_sms: int) -> list[Run]:
     turns = -(-len(runs) * num_heads * blocks // num_sms) if blocks > 1 else 1
     share = sum(run.cost for run in runs) * num_heads / num_sms
     chain = max(run.cost for run in runs) * turns / blocks
-    if not _LEAST_ROWS <= num_rows <= MOST_ROWS or chain <= 1.5 * share:
+    if not _LEAST_ROWS <= num_rows <= _MOST_ROWS or chain <= 1.5 * share:
         return runs
     for most in (share / 2, share):
         parts = [part for run in runs for part in parts_of(run, most)]

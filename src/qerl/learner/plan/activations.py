@@ -17,7 +17,6 @@ import torch
 
 from qerl.config import RunConfig
 from qerl.kernels.matmul_fp32 import CHUNK_ROWS
-from qerl.kernels.runs import MOST_COPIES, MOST_ROWS
 from qerl.learner.plan import mixture
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
@@ -117,10 +116,7 @@ def _recomputed_bytes(a: Architecture, config: RunConfig, spec: LayerSpec, rows:
     mixed = size * (inputs + 2 * q + k + v + normed) + 4 * (a.width + a.num_heads)
     of_mlp = rows * (mixed + 3 * 4 * a.width) + CHUNK_ROWS * (saved - mixed + backward)
     splits = -(-_SMS // a.num_heads)
-    sums = splits * 4 + 2 * size  # dq's, and dk and dv for each head of q
-    if rows <= MOST_ROWS:
-        sums = max(sums, 4 + 2 * size * MOST_COPIES)  # of split runs
-    attention = sums * q + size * (q + k + v)
+    attention = splits * 4 * q + size * (2 * q + q + k + v)
     return max(of_mlp, rows * (mixed + 2 * 4 * a.width + size * (a.width + q) + attention))
 
 
