@@ -182,6 +182,44 @@ def test_prompts_are_admitted_for_the_free_rows_only():
     assert runner.admissions == groups[:3]
 
 
+@pytest.mark.parametrize(
+    ("prompt_tokens", "num_states", "expected"), [(300, None, 5), (1500, None, 2), (8, None, 6), (300, 90, 2)]
+)
+def test_some_prompts_are_admitted_ahead_so_that_a_prefill_is_worth_its_launches(
+    prompt_tokens, num_states, expected
+):
+    """With the first, up to 1,024 tokens, but no more samples than a quarter of the rows; none where states
+    need slots."""
+    groups = [live_group(0, 8, 50, 31), *(live_group(i, prompt_tokens, 8, 2) for i in range(1, 12))]
+    lengths = {(0, g): 4 + g for g in range(31)}
+    runner = FakeRunner(groups, total_pages=10_000, max_num_seqs=32, lengths=lengths, num_states=num_states)
+    runner.scheduler._not_admitted = type(runner.scheduler._not_admitted)(groups[:1])
+    runner.turn()
+    runner.scheduler.add(groups[1:])
+    runner.turn()
+    assert len(runner.admissions) == expected
+    runner.run()
+
+
+def test_the_batch_is_rebuilt_for_one_sample_in_32_or_the_last_ones():
+    groups = [live_group(0, 4, 99, 128), live_group(1, 4, 9, 6)]
+    runner = FakeRunner(groups, total_pages=10_000, max_num_seqs=128)
+    scheduler = runner.scheduler
+    runner.turn()
+    found = []
+    for ended in range(6):
+        found.append(scheduler.can_fill_rows)
+        scheduler.finish([scheduler.running[-1 - ended]])
+    assert found == [False, False, False, False, True, True]
+    alone = FakeRunner([live_group(0, 4, 99, 128)], total_pages=10_000, max_num_seqs=128)
+    alone.turn()
+    assert not alone.scheduler.can_fill_rows
+    alone.scheduler.add([live_group(1, 4, 9, 1)])
+    assert not alone.scheduler.can_fill_rows
+    alone.scheduler.finish(alone.scheduler.running[:1])
+    assert alone.scheduler.can_fill_rows
+
+
 def test_a_newcomer_leaves_every_running_sample_a_page_to_grow_into():
     group = live_group(0, 4, 13, 4)  # 1 page of prompt; a sample enters with 1 more and fills 3
     runner = FakeRunner([group], total_pages=1 + 5, max_num_seqs=4)

@@ -9,7 +9,7 @@ import torch
 from qerl.config import EngineConfig
 from qerl.engine.kv_cache import page_bytes
 from qerl.engine.live_sample import LiveGroup
-from qerl.engine.scheduler import branching_pages, min_group_pages, num_pages, own_pages
+from qerl.engine.scheduler import min_group_pages, num_pages, own_pages
 from qerl.engine.window_pages import Window, windowed_layers
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
@@ -133,7 +133,7 @@ class CacheSize:
         pages = min_group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
         windowed = 0 if window is None else window.sample_pages(own)
         if group.keeps_pages:
-            pages = branching_pages(group, page_tokens)
+            pages = _branching_pages(group, page_tokens)
             windowed = (len(group.samples_G) + 1) * own
         if window is None:
             return PageCounts(pages)
@@ -155,3 +155,9 @@ class CacheSize:
 
 def rounded_up_gb(num_bytes: float) -> float:
     return math.ceil(num_bytes / 1e5) / 1e4
+
+
+def _branching_pages(group: LiveGroup, page_tokens: int) -> int:
+    """Return the most pages of a group that keeps its samples' pages, and of one branch in addition."""
+    own = own_pages(group.prompt_tokens, group.max_tokens, page_tokens)
+    return num_pages(group.prompt_tokens, page_tokens) + (len(group.samples_G) + 1) * own

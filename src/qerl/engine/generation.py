@@ -339,7 +339,7 @@ class Generation:
         self._needs_reschedule |= self._scheduler.has_postponed
         if ended:
             num_left = len(self._scheduler.running)
-            is_better = self._scheduler.has_waiting or self._runner.would_shrink(num_left)
+            is_better = self._scheduler.can_fill_rows or self._runner.would_shrink(num_left)
             self._needs_reschedule = self._needs_reschedule or not num_left or is_better
 
     def _append_burst(self, burst: Burst) -> tuple[list[LiveSample], bool]:

@@ -1,8 +1,9 @@
 """Schedule samples: decide which ones run and which one is preempted when KV pages run out. No tensors.
 
 Samples have one fixed order: prompt by prompt, sample by sample. A group is admitted when no older sample
-waits: its prompt is prefilled and the first token of all its samples is sampled. The samples then wait, join
-the running batch oldest first, and leave it when they finish. If a running sample needs a page and none is
+waits and a row is free, and some after it, for a prefill worth its launches: its prompt is prefilled and the
+first token of all its samples is sampled. The samples then wait, join the running batch oldest first, some at
+a time (can_fill_rows), and leave it when they finish. If a running sample needs a page and none is
 free, the youngest running sample is preempted: it keeps its tokens, releases its pages, goes to the head of
 the waiting queue, and its keys and values are recomputed when it is scheduled again. In a conversation, a
 sample whose turn has ended is parked with its pages until no other sample can run. If pages run out, parked
@@ -35,6 +36,9 @@ from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.page_pool import PagePool
 from qerl.engine.window_pages import Held, WindowPages
 
+_AHEAD_TOKENS = 1024  # a prefill of fewer takes as long: the GPU waits for its launches
+_JOINING_SHARE = 32  # of the rows, one in so many: the batch is rebuilt for that many samples, not for each
+
 
 def num_pages(num_positions: int, page_tokens: int) -> int:
     return -(-num_positions // page_tokens)
@@ -50,18 +54,11 @@ def min_group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> in
     return num_pages(prompt_tokens, page_tokens) + own_pages(prompt_tokens, max_tokens, page_tokens)
 
 
-def branching_pages(group: LiveGroup, page_tokens: int) -> int:
-    """Return the most pages of a group that keeps its samples' pages, and of one branch in addition."""
-    own = own_pages(group.prompt_tokens, group.max_tokens, page_tokens)
-    return num_pages(group.prompt_tokens, page_tokens) + (len(group.samples_G) + 1) * own
-
-
 class Scheduler:
     """Call in a loop: allocate, schedule, admit, sample first tokens, schedule, decode, finish.
 
     One decode may be several steps: `steps_without_preemption` returns how many fit into the free pages, and
-    `allocate` with that number allocates them. Only `allocate` for one step preempts.
-    """
+    `allocate` with that number allocates them. Only `allocate` for one step preempts."""
 
     def __init__(
         self,
@@ -77,8 +74,7 @@ class Scheduler:
     ):
         """max_admitted_tokens: prompt tokens after which `admit` takes no further group. states: slots of
         recurrent states, if layers have any. windows: pages of layers with a window, if they have their own.
-        kept: keeps pages between the requests of an episode.
-        """
+        kept: keeps pages between the requests of an episode."""
         self.pages, self.kept = pages, kept
         self.windows = WindowPages(0, None) if windows is None else windows
         self.states = PagePool(0) if states is None else states
@@ -104,6 +100,12 @@ class Scheduler:
     def has_waiting(self) -> bool:
         """True if a sample that is neither running nor parked remains."""
         return bool(self._waiting or self._not_admitted)
+
+    @property
+    def can_fill_rows(self) -> bool:
+        """True if rows are free for one sample in 32 of a full batch, or for all that wait, if any does."""
+        num_enough = min(self._max_num_seqs // _JOINING_SHARE, len(self._waiting) + len(self._not_admitted))
+        return self.has_waiting and self._max_num_seqs - len(self.running) >= max(num_enough, 1)
 
     def add(self, groups: list[LiveGroup]) -> None:
         """Append groups, younger than all before."""
@@ -156,7 +158,10 @@ class Scheduler:
         admitted, num_tokens, self.has_postponed = [], 0, False
         num_live, num_reserved, num_new = len(self.running), self._num_reserved(), 0
         num_windowed = num_reserved
-        while not self._waiting and self._not_admitted and num_live < self._max_num_seqs:
+        most, ahead = self._max_num_seqs, 0 if self._num_states else self._max_num_seqs // 4
+        while not self._waiting and self._not_admitted:
+            if num_live >= most + ahead * (0 < num_tokens < _AHEAD_TOKENS):
+                break
             group = self._not_admitted[0]
             self.has_postponed = num_tokens >= self._max_admitted_tokens
             if self.has_postponed or not self._fits(group, num_reserved, num_windowed, num_new):

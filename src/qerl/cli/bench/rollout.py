@@ -99,6 +99,7 @@ def measure_case(case: RolloutCase, decoder: Decoder, runs: int) -> dict[str, An
         "record_s": round(first.record_s, 3),
         "call_s": median("generate_s"),
         "prefill_s": median("prefill_s"),
+        "prefill_forwards": first.prefill_forwards,
         "tokens": first.num_tokens,
         "tok_per_s": round(statistics.median(stats.tokens_per_s for stats in later), 1),
         "steps": first.decode_forwards,
