@@ -13,8 +13,8 @@ from qerl.config import AlgoConfig
 RHO = [1.0, 4.0, 0.25, 3.0]
 LEARNER_T = torch.full((4,), -1.0, dtype=torch.float64)
 SAMPLER_T = LEARNER_T - torch.tensor(RHO, dtype=torch.float64).log()
-SPANS = Segments.of([3, 1], torch.device("cpu"))
-EQUAL = Segments.of([1], torch.device("cpu"))
+SPANS = Segments.of([3, 1])
+EQUAL = Segments.of([1])
 
 
 def corrected(importance="none", **algo):
@@ -106,7 +106,7 @@ def test_no_gradient_flows_through_the_correction(name):
 @pytest.mark.parametrize("name", ["truncated", "truncated_sequence"])
 def test_tokens_the_sampler_thought_impossible_keep_a_finite_weight(name):
     algo = AlgoConfig(importance=name, importance_cap=1e30)
-    two = Segments.of([2], torch.device("cpu"))
+    two = Segments.of([2])
     found = correct(torch.zeros(2), torch.full((2,), -1e4), two, algo)
     assert found.weight_T.tolist() == pytest.approx([math.exp(20.0)] * 2)
 

@@ -20,14 +20,14 @@ def plain_loss(ratio: float, advantage: float) -> float:
 
 def alone(num_samples: int) -> Segments:
     """Samples of one token each."""
-    return Segments.of([1] * num_samples, torch.device("cpu"))
+    return Segments.of([1] * num_samples)
 
 
 def asked(name, ratios_T, advantages_T, lengths_S, algo=ALGO, old=-1.0):
     """Losses, held shares and d sum(losses) / d logprobs, at these ratios to an old logprob."""
     old_T = torch.full((len(ratios_T),), old, dtype=torch.float64)
     logprob_T = (old_T + torch.tensor(ratios_T, dtype=torch.float64).log()).requires_grad_()
-    spans, advantage_T = Segments.of(lengths_S, torch.device("cpu")), torch.tensor(advantages_T).double()
+    spans, advantage_T = Segments.of(lengths_S), torch.tensor(advantages_T).double()
     loss_T, held_T = LOSSES[name].objective(logprob_T, old_T, advantage_T, spans, algo)
     (gradient_T,) = torch.autograd.grad(loss_T.sum(), logprob_T)
     return [pytest.approx(x_T.tolist(), rel=1e-6, abs=1e-9) for x_T in (loss_T, held_T, gradient_T)]
@@ -192,7 +192,7 @@ def test_every_loss_has_its_formulas_value_and_gradient(name, rng):
     old_T = -draw(num_tokens, 2.0).abs()
     logprob_T = (old_T + draw(num_tokens, 0.3)).requires_grad_()
     advantage_S = draw(len(lengths_S), 1.0)
-    spans = Segments.of(lengths_S, torch.device("cpu"))
+    spans = Segments.of(lengths_S)
     loss_T, _ = LOSSES[name].objective(logprob_T, old_T, spans.per_token(advantage_S), spans, ALGO)
     (gradient_T,) = torch.autograd.grad(loss_T.sum(), logprob_T)
 
@@ -266,7 +266,7 @@ def test_the_sum_over_micro_batches_is_the_whole_gradient(name, rng):
         logprob_T, begin = start_T.clone().requires_grad_(), 0
         for lengths in batches:
             part = slice(begin, begin := begin + sum(lengths))
-            spans = Segments.of(lengths, torch.device("cpu"))
+            spans = Segments.of(lengths)
             loss_T, _ = loss.objective(logprob_T[part], old_T[part], advantage_T[part], spans, ALGO)
             (weight_T[part] * loss_T).sum().backward()
         return logprob_T.grad

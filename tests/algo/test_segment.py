@@ -2,7 +2,7 @@ import torch
 
 from qerl.algo.segment import Segments
 
-SPANS = Segments.of([3, 1, 2], torch.device("cpu"))
+SPANS = Segments.of([3, 1, 2])
 X_T = torch.tensor([1.0, -2.0, 4.0, 5.0, 6.0, 8.0], dtype=torch.float64)
 
 
@@ -23,5 +23,5 @@ def test_gradients_are_those_of_the_sums():
 
 
 def test_no_samples_have_no_sums():
-    empty = Segments.of([], torch.device("cpu"))
+    empty = Segments.of([])
     assert empty.total(X_T[:0]).tolist() == empty.per_token(X_T[:0]).tolist() == []

@@ -258,7 +258,7 @@ def test_the_examples_of_extend_work(tmp_path, monkeypatch):
         exec(compile(example, "extend.md", "exec"), found)
 
     logprob_T, advantage_T = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, -1.0])
-    spans = Segments.of([1, 1], torch.device("cpu"))
+    spans = Segments.of([1, 1])
     objective = loss.LOSSES["reinforce"].objective
     assert objective(logprob_T, logprob_T, advantage_T, spans, AlgoConfig())[0].tolist() == [1.0, -2.0]
 

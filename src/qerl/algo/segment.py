@@ -1,6 +1,6 @@
 """Segment reductions: sums over samples whose tokens lie one after another, and back to the tokens.
 
-    tokens      a0 a1 a2 b0 c0 c1              Segments.of([3, 1, 2], device)
+    tokens      a0 a1 a2 b0 c0 c1              Segments.of([3, 1, 2])
     total       a0+a1+a2   b0   c0+c1          per_token of it: one value for every token of its sample
 
 Uses a padded table [S, longest]: every element is written once, so sums and gradients are deterministic on a
@@ -21,11 +21,12 @@ class Segments:
     """Row-by-row position of each token in the padded table."""
 
     @classmethod
-    def of(cls, lengths_S: list[int], device: torch.device) -> "Segments":
+    def of(cls, lengths_S: list[int]) -> "Segments":
+        """Return those of samples of so many tokens, on the CPU."""
         longest, lengths = max(lengths_S, default=0), torch.tensor(lengths_S, dtype=torch.int64)
         skipped_S = torch.arange(len(lengths_S)) * longest - (lengths.cumsum(0) - lengths)
         places_T = torch.arange(int(lengths.sum())) + skipped_S.repeat_interleave(lengths)
-        return cls(lengths_S=lengths.to(device), longest=longest, places_T=places_T.to(device))
+        return cls(lengths_S=lengths, longest=longest, places_T=places_T)
 
     def total(self, x_T: Tensor) -> Tensor:
         """Sum over each sample, [S]."""

@@ -41,9 +41,10 @@ class LearnConfig:
 
     max_tokens_per_microbatch: int | None = None
     """Maximum number of packed tokens per forward and backward pass; the gradient does not depend on it.
-    One prompt with one sample may be more. None: 8,192, and for a model of less than about 6 billion weights
-    on a GPU up to 65,536, as far as memory is free: with fewer the GPU would wait for the host. A resumed run
-    keeps its size if it still fits; two fresh runs with equal bits need it set."""
+    One prompt with one sample may be more. None: 8,192, and on a GPU more as far as memory is free: 16,384 if
+    the unpacked operands still fit beside them, and for a model of less than about 6 billion weights up to
+    65,536, since with fewer the GPU would wait for the host. A resumed run keeps its size if it still fits;
+    two fresh runs with equal bits need it set."""
 
     logprob_chunk_tokens: int = 1024
     """Number of rows of logits in memory at a time, 6 bytes a logit on a GPU. An update of Qwen2.5 7B is 1 to

@@ -31,8 +31,7 @@ _THREADS = 256
 _BLOCK = 128  # rows: the kernel's blocks of keys, and twice or once those of queries
 _LEAST_ROWS = 2048  # of a batch: below, splitting saves less than 0.1 ms
 _MOST_ROWS = 32_768  # up to here the gradients of the copies (2 GB at 7B) are less than what an MLP takes
-MOST_COPIES = 4
-"""R of split runs by the rows, at most."""
+_MOST_COPIES = 4  # R of split runs by the rows, at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class Runs:
 
 def split(runs: list[Run], num_heads: int, num_sms: int) -> list[Run]:
     """Return the runs, the long ones split if a chain of one takes 1.5 times a multiprocessor's share of all
-    heads' work: into parts of about half that share, or of a whole one, whichever keeps R within MOST_COPIES
+    heads' work: into parts of about half that share, or of a whole one, whichever keeps R within four
     times the rows; else as they are. A part sees the rows of the parts before it."""
     num_rows, blocks = runs[-1].rows.stop, -(-num_sms // (len(runs) * num_heads))
     turns = -(-len(runs) * num_heads * blocks // num_sms) if blocks > 1 else 1
@@ -121,7 +120,7 @@ def split(runs: list[Run], num_heads: int, num_sms: int) -> list[Run]:
         return runs
     for most in (share / 2, share):
         parts = [part for run in runs for part in parts_of(run, most)]
-        if sum(part.num_keys for part in parts) <= MOST_COPIES * num_rows:
+        if sum(part.num_keys for part in parts) <= _MOST_COPIES * num_rows:
             return parts
     return runs
 

@@ -211,7 +211,7 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
 
 
 def _spans(lengths_S: list[int], device: torch.device) -> Segments:
-    spans = Segments.of(lengths_S, torch.device("cpu"))
+    spans = Segments.of(lengths_S)
     own = sent(spans.lengths_S, device), sent(spans.places_T, device)
     return Segments(lengths_S=own[0], longest=spans.longest, places_T=own[1])
 

@@ -17,7 +17,6 @@ import dataclasses
 from qerl.config import RunConfig
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
-    can_cache_operands,
     learning_bytes,
     memory_parts,
     operand_cache_bytes,
@@ -46,13 +45,11 @@ def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gp
     tokens, weights = config.learn.microbatch_tokens, num_weights(a)
     while tokens < MOST_TOKENS:
         is_enough, larger = tokens * weights >= _ENOUGH_WORK, with_tokens(2 * tokens)
-        rows = full_rows(larger, prompt_tokens)
-        parts = memory_parts(a, larger, prompt_tokens, rows)
-        if learning_bytes(parts) > USABLE_SHARE * gpu_bytes:
-            break
-        has_none = operand_cache_bytes(a, larger) == 0
-        holds = has_none or can_cache_operands(a, larger, prompt_tokens, gpu_bytes, rows)
-        if is_enough and (tokens >= _EVEN_TOKENS or not holds):
+        parts = memory_parts(a, larger, prompt_tokens, full_rows(larger, prompt_tokens))
+        free_bytes = USABLE_SHARE * gpu_bytes - learning_bytes(parts)
+        if free_bytes < 0 or (
+            is_enough and (tokens >= _EVEN_TOKENS or operand_cache_bytes(a, larger) > free_bytes)
+        ):
             break
         tokens *= 2
     return with_tokens(tokens)
