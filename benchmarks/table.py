@@ -72,7 +72,7 @@ def learn_tables(rows: list[Row]) -> str:
         "weights": lambda row: row["provider"],
         "LoRA rank": lambda row: str(row["lora_rank"]),
         "checkpointing": lambda row: row["recompute"],
-        "sequences": lambda row: f"{row['tokens'] // row['sequence_tokens']} x {row['sequence_tokens']:,}",
+        "sequences": _sequences,
         "FlashAttention": lambda row: str(_setting(row, "flash_attention")),
         "backward": lambda row: _setting(row, "backward"),
         "micro-batch": lambda row: f"{row.get('used_micro_tokens', row['micro_tokens']):,.0f}",
@@ -81,6 +81,12 @@ def learn_tables(rows: list[Row]) -> str:
         "peak GB": lambda row: f"{row['peak_gb']:.1f}",
     }
     return _lists(rows, "learn", title, columns)
+
+
+def _sequences(row: Row) -> str:
+    if row.get("num_samples"):
+        return f"{row['num_samples']} samples of a rollout"
+    return f"{row['tokens'] // row['sequence_tokens']} x {row['sequence_tokens']:,}"
 
 
 def step_tables(rows: list[Row]) -> str:

@@ -175,6 +175,7 @@ def test_an_update_is_a_line():
         "| qwen2.5-7b | qerl-nvfp4 | 32 | layer | 4 x 2,048 | 2 | bf16 | 4,096 | 12,403 | 67% | 11.1 |"
         in text
     )
+    assert "| layer | 96 samples of a rollout | 2 |" in learn_tables([row | {"num_samples": 96}])
     del row["tok_per_s"], row["used_micro_tokens"], row["peak_gb"]
     text = learn_tables([row | {"error": "UserError: too little", "mfu": None}])
     assert "| layer | 4 x 2,048 | 2 | bf16 | 8,192 |  |  | UserError |" in text

@@ -30,6 +30,7 @@ def fail(monkeypatch, capsys, *arguments):
         (["decode", "--noise-sigmas", "0.01", "-0.1"], ["noise_sigmas must not be negative", "got -0.1"]),
         (["decode", "--batches", "9", "--group-size", "4"], ["multiples of group_size 4", "got 9"]),
         (["learn", "--micro-batches", "3"], ["tokens must be a multiple of", "8192 for 3 x 2048"]),
+        (["learn", "--num-samples", "12"], ["num_samples must be a multiple of 8", "got 12"]),
         (["step", "--batches", "9"], ["multiples of group_size 8", "got 9"]),
         (["step", "--memory", "--cap-gb", "-1"], ["cap_gb must be positive", "got -1"]),
     ],

@@ -84,6 +84,29 @@ def test_a_sequence_has_as_many_rows_as_it_says():
     assert len({tuple(g.samples_G[0].tokens_T) for g in groups}) == 3
 
 
+def test_samples_of_a_rollout_have_its_lengths_and_share_their_prompts(tmp_path, monkeypatch):
+    short = dataclasses.replace(learn.ROLLOUT, median_tokens=6, max_tokens=20)
+    monkeypatch.setattr(learn, "ROLLOUT", short)
+    options = dataclasses.replace(OPTIONS, num_samples=16, micro_tokens=(400, 800), recomputes=("none",))
+    held = []
+    monkeypatch.setattr(learn, "would_hold_operands", lambda *given: held.append(given[2]) or True)
+    rows = rows_of(tmp_path, lambda rows: learn.measure_cases(options, TINY, CPU, rows))
+    groups = learn.rollout_groups(16, TINY.vocab_size)
+    lengths = [len(sample.tokens_T) for group in groups for sample in group.samples_G]
+    assert lengths == short.of(16) and max(lengths) > 2 * min(lengths)
+    assert [len(group.prompt.tokens_T) for group in groups] == [256, 256]
+    packed = 2 * 256 + sum(lengths) - 16
+    shown = [(r["num_samples"], r["tokens"], r["micro_tokens"], r["used_micro_tokens"]) for r in rows]
+    assert shown == 2 * [(16, packed, 400, 400), (16, packed, 800, 800)]
+    assert held == 4 * [256] and all(row["holds_operands"] and row["tok_per_s"] > 0 for row in rows)
+
+
+def test_samples_of_a_mixture_have_no_routes_to_replay(monkeypatch):
+    monkeypatch.setattr(learn, "cuda_device", lambda: CPU)
+    with pytest.raises(UserError, match="num_samples needs a model without experts, and qwen3-30b-a3b has"):
+        learn.bench(BenchLearnOptions(shape="qwen3-30b-a3b", num_samples=8))
+
+
 def test_an_update_of_a_mixture_replays_routes_and_says_so(monkeypatch):
     decoder = random_decoder(MIXTURE, format="mxfp4", rank=16, device=CPU, seed=0)
     (group, *_) = learn.random_groups(2, 16, decoder)

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 
 from qerl.cli.bench.measure import attempt
+from qerl.config import RunConfig
+from qerl.learner.plan import memory as plan
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import random_decoder
@@ -68,3 +70,11 @@ def try_random_decoder(
     """Return (decoder, ""), or (None, error) if it does not fit."""
     make = partial(random_decoder, architecture, format=FORMATS[provider], rank=rank, device=device, seed=0)
     return attempt(partial(make, head=head, expert_rank=expert_rank), device)
+
+
+def would_hold_operands(decoder: Decoder, config: RunConfig, prompt_tokens: int) -> bool:
+    """Return whether a training run would hold the unpacked operands of all layers through an update."""
+    if decoder.device.type == "cpu":
+        return False
+    usable_bytes = plan.usable_bytes(decoder.device)
+    return plan.can_cache_operands(decoder.architecture, config, prompt_tokens, usable_bytes)

@@ -5,13 +5,16 @@
                passes: 2 (forward, gradient of the inputs), or 3 if the forward pass is recomputed
 
 Frozen weights have no gradient of their own, so one forward and one backward pass take 4 P operations a
-token. Every sequence is packed as a one-token prompt and a sample. Figures are medians of the runs, after
-a warm-up step that compiles kernels. A mixture's samples have recorded routes, as the engine's samples have
-(row: replayed_routes); here they are random, and evenly spread. flash_attention: the version that computes
-attention of packed rows, where FlashAttention does.
+token. Every sequence is packed as a one-token prompt and a sample; with --num-samples the update learns from
+groups as a rollout brings them, of 8 samples of a prompt of 256 tokens, with lengths as `qerl bench rollout`
+draws them. Figures are medians of the runs, after a warm-up step that compiles kernels; unpacked operands of
+the weights are held where a training run would hold them. A mixture's samples have recorded routes, as the
+engine's samples have (row: replayed_routes); here they are random, and evenly spread. flash_attention: the
+version that computes attention of packed rows, where FlashAttention does.
 """
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -20,13 +23,15 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import make_case, try_random_decoder
+from qerl.cli.bench.case import make_case, try_random_decoder, would_hold_operands
 from qerl.cli.bench.decode import random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
 from qerl.cli.bench.options import BenchLearnOptions
 from qerl.cli.bench.record import Origin, RowWriter, row_writer
 from qerl.cli.bench.roofline import LIMITS
+from qerl.cli.bench.schedule import Lengths
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
+from qerl.errors import UserError
 from qerl.kernels.flash_attention_4 import version_used
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
@@ -35,6 +40,9 @@ from qerl.models.layer_spec import layer_specs
 from qerl.models.random_weights import shape
 from qerl.types import Group, Sample
 
+ROLLOUT = Lengths(kind="log-normal", median_tokens=600, sigma=0.8, max_tokens=4096, seed=0)
+"""Lengths of the samples of --num-samples."""
+_GROUP_SIZE, _PROMPT_TOKENS = 8, 256
 _PASSES = {"none": 2, "layer": 3, "offload": 3}
 
 
@@ -51,11 +59,15 @@ class LearnCase:
     micro_tokens: int
     expert_rank: int = 0
     backward: str = "bf16"
+    num_samples: int = 0
+    """Samples of a rollout; 0: sequences of equal length."""
 
 
 def bench(options: BenchLearnOptions) -> None:
     """Write a row for each provider, recompute mode and number of micro-batches."""
     architecture, device = shape(options.shape), cuda_device()
+    if options.num_samples and architecture.mixture is not None:
+        raise UserError(f"num_samples needs a model without experts, and {options.shape} has some")
     measure_cases(options, architecture, device, row_writer(options))
 
 
@@ -80,8 +92,13 @@ def measure_cases(
 def measure_case(case: LearnCase, decoder: Decoder, runs: int) -> dict[str, Any]:
     meter = Meter(decoder.device)
     meter.clear()
-    groups = random_groups(case.tokens // case.sequence_tokens, case.sequence_tokens, decoder)
-    learner = Learner(decoder, run_config(case, len(groups)), notice=meter.say)
+    if case.num_samples:
+        groups = rollout_groups(case.num_samples, decoder.architecture.vocab_size)
+    else:
+        groups = random_groups(case.tokens // case.sequence_tokens, case.sequence_tokens, decoder)
+    config = run_config(case, len(groups))
+    holds = would_hold_operands(decoder, config, len(groups[0].prompt.tokens_T))
+    learner = Learner(decoder, config, notice=meter.say, holds_operands=holds)
     learner.step(groups)
     meter.start()
     each_s, metrics = [], {}
@@ -97,6 +114,7 @@ def measure_case(case: LearnCase, decoder: Decoder, runs: int) -> dict[str, Any]
         "step_s": round(step_s, 4),
         "peak_gb": meter.peak_gb(),
         "used_micro_tokens": metrics["micro_tokens"],
+        "holds_operands": learner.holds_operands,
         "runs": runs,
         "flash_attention": version_used(),
         **({} if decoder.architecture.mixture is None else {"replayed_routes": True}),
@@ -120,6 +138,27 @@ def random_groups(num_sequences: int, sequence_tokens: int, decoder: Decoder) ->
         )
         for prompt in prompts_P
     ]
+
+
+def rollout_groups(num_samples: int, vocab_size: int) -> list[Group]:
+    """Return groups of samples of random tokens, every other one correct."""
+    lengths_S = ROLLOUT.of(num_samples)
+    prompts_P = random_prompts(num_samples // _GROUP_SIZE, _PROMPT_TOKENS, vocab_size)
+    drawn_S = random_prompts(num_samples, max(lengths_S), vocab_size)
+    samples_S = [
+        _sample(drawn.tokens_T[:length], advantage=1.0 - 2 * (drawn.index % 2), routes=None)
+        for drawn, length in zip(drawn_S, lengths_S, strict=True)
+    ]
+    size = _GROUP_SIZE
+    return [
+        Group(prompt=prompt, samples_G=samples_S[size * prompt.index : size * (prompt.index + 1)])
+        for prompt in prompts_P
+    ]
+
+
+def rollout_rows(num_samples: int) -> int:
+    """Return the packed rows of `rollout_groups`: a sample's last token has none."""
+    return num_samples // _GROUP_SIZE * _PROMPT_TOKENS + sum(length - 1 for length in ROLLOUT.of(num_samples))
 
 
 def _random_routes(a: Architecture, num_rows: int, rng: torch.Generator) -> bytes | None:
@@ -177,7 +216,12 @@ def num_weights(a: Architecture) -> int:
 
 
 def _cases(options: BenchLearnOptions, provider: str) -> Iterator[LearnCase]:
-    for recompute in options.recomputes:
-        for count in options.micro_batches:
-            own = {"provider": provider, "recompute": recompute, "micro_tokens": options.tokens // count}
-            yield make_case(LearnCase, options, **own)
+    own: dict[str, Any] = {}
+    if options.num_samples:
+        own = {"tokens": rollout_rows(options.num_samples), "sequence_tokens": ROLLOUT.max_tokens}
+        sizes = options.micro_tokens
+    else:
+        sizes = tuple(options.tokens // count for count in options.micro_batches)
+    own["provider"] = provider
+    for recompute, micro_tokens in itertools.product(options.recomputes, sizes):
+        yield make_case(LearnCase, options, recompute=recompute, micro_tokens=micro_tokens, **own)

@@ -143,6 +143,13 @@ class BenchLearnOptions(BenchOptions):
     micro_batches: tuple[int, ...] = (1,)
     """Micro-batches per update, one case per value."""
 
+    num_samples: int = 0
+    """Learn from this many samples of a rollout, whose lengths differ, and not from sequences of equal
+    length."""
+
+    micro_tokens: tuple[int, ...] = (8192,)
+    """Maximum packed tokens per micro-batch with num_samples, one case per value."""
+
     lora_rank: int = 32
     """LoRA rank."""
 
@@ -153,9 +160,10 @@ class BenchLearnOptions(BenchOptions):
     """Number of updates after a warm-up; the row holds their median."""
 
     def __post_init__(self):
-        check_positive(self, "tokens", "sequence_tokens", "runs", "micro_batches")
+        check_positive(self, "tokens", "sequence_tokens", "runs", "micro_batches", "micro_tokens")
         check_adapter(self.lora_rank)
-        check_not_negative(self, "expert_rank")
+        check_not_negative(self, "expert_rank", "num_samples")
+        require(self.num_samples % 8 == 0, f"num_samples must be a multiple of 8, got {self.num_samples}")
         for name, count in (("micro_batches", max(self.micro_batches, default=1)), ("sequences", 1)):
             if self.tokens % (count * self.sequence_tokens):
                 raise UserError(

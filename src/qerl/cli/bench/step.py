@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import FORMATS, SamplingCase, make_case, try_random_decoder
+from qerl.cli.bench.case import FORMATS, SamplingCase, make_case, try_random_decoder, would_hold_operands
 from qerl.cli.bench.decode import NullTokenizer, compile_figures, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
 from qerl.cli.bench.options import BenchStepOptions
@@ -109,7 +109,7 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
     tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
     score = partial(engine.score, sampling=sampling_of(config)) if case.exact_mode else None
-    holds = case.bench != "memory" and _holds_operands(case, config, decoder)
+    holds = case.bench != "memory" and would_hold_operands(decoder, config, case.prompt_tokens)
     learner = Learner(decoder, config, notice=meter.say, score=score, ranks=ranks, holds_operands=holds)
     sampler = DataParallelEngine(engine, ranks)
     prompts_P = random_prompts(config.num_prompts, case.prompt_tokens, decoder.architecture.vocab_size)
@@ -159,14 +159,6 @@ def _planned(case: StepCase, config: RunConfig, decoder: Decoder, peak_gb: float
     if case.cap_gb is not None:
         plan_gb = min(plan_gb, case.cap_gb)  # the cache takes no more than there is
     return {"plan_gb": round(plan_gb, 2), "plan_error": round(peak_gb / plan_gb - 1, 4)}
-
-
-def _holds_operands(case: StepCase, config: RunConfig, decoder: Decoder) -> bool:
-    """Return the choice of a training run."""
-    if decoder.device.type == "cpu":
-        return False
-    usable_bytes = plan.usable_bytes(decoder.device)
-    return plan.can_cache_operands(decoder.architecture, config, case.prompt_tokens, usable_bytes)
 
 
 def _step(
