@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from alone import alone
 from engine.parts import drawn, engine_of
 from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
 from qerl.engine import runner_cache
@@ -30,6 +31,7 @@ def free_bytes():
     return torch.cuda.mem_get_info()[0]
 
 
+@alone
 def test_between_calls_the_cache_takes_no_memory_and_its_graphs_stay(decoder, limited):
     engine, prompts_P = engine_of(decoder, stop_token_ids=NEVER), small_prompts(*LENGTHS)
     before = drawn(engine, prompts_P, max_tokens=100)
@@ -56,6 +58,7 @@ def test_a_few_samples_in_the_graph_of_eight_are_those_of_their_own_graphs_bit_f
     assert drawn_by_rows[0] == drawn_by_rows[1]
 
 
+@alone
 def test_a_larger_call_takes_other_addresses_and_leaves_none_behind(decoder):
     engine = engine_of(decoder, stop_token_ids=NEVER)
     drawn(engine, small_prompts(*LENGTHS), max_tokens=900)
@@ -68,6 +71,7 @@ def test_a_larger_call_takes_other_addresses_and_leaves_none_behind(decoder):
     assert free_bytes() >= free
 
 
+@alone
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_what_ends_a_call_gives_its_pages_back(decoder, error):
     engine, prompts_P = engine_of(decoder, stop_token_ids=NEVER), small_prompts(*LENGTHS)

@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 
+from alone import alone
 from qerl.kernels import gpu_memory
 from qerl.kernels.virtual_memory import ResidentMemory, VirtualMemory, can_give_back, memory_on
 
@@ -64,6 +65,7 @@ def test_tensors_and_graphs_over_it_outlive_its_memory(monkeypatch):
     assert all(int(b.min()) == int(b.max()) == 9 for b in blocker)
 
 
+@alone
 @on_gpu
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 def test_its_memory_is_the_devices_again(error):

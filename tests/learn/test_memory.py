@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from alone import IS_ALONE
 from engine.parts import engine_of
 from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
@@ -40,5 +41,5 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
         left.append(torch.cuda.memory_allocated())
         free.append(torch.cuda.mem_get_info()[0])
     assert engine.num_bytes > 10e6
-    for values in (peaks, left, free):
+    for values in (peaks, left, free) if IS_ALONE else (peaks, left):
         assert len(set(values[2:])) == 1, values
