@@ -3,8 +3,6 @@
 import sys
 from collections.abc import Callable
 
-import tyro
-
 from benchmarks.families import FamiliesOptions, print_families
 from benchmarks.guesses import GuessesOptions, bench_guesses
 from benchmarks.limits import LimitsOptions, bench_limits
@@ -19,7 +17,7 @@ from benchmarks.serve import ServeBenchOptions, bench_serve
 from benchmarks.start import StartOptions, bench_start
 from benchmarks.tile import TileOptions, bench_tile
 from benchmarks.vllm_rollout import VllmRolloutOptions, bench_vllm_rollout
-from qerl.cli.arguments import check_known, wants_help
+from qerl.cli.arguments import check_known, parse_options, wants_help
 from qerl.errors import RunError, UserError
 
 USAGE = """\
@@ -68,13 +66,11 @@ def main() -> None:
         print(USAGE)
         return
     try:
-        options, bench = BENCHMARKS[check_known(arguments[0], BENCHMARKS, "benchmark")]
+        name = check_known(arguments[0], BENCHMARKS, "benchmark")
+        kind, bench = BENCHMARKS[name]
         bench(
-            tyro.cli(
-                options,
-                args=arguments[1:],
-                prog=f"python -m benchmarks {arguments[0]}",
-                description=bench.__doc__,
+            parse_options(
+                kind, arguments[1:], name, description=bench.__doc__, program="python -m benchmarks"
             )
         )
     except (UserError, RunError) as error:

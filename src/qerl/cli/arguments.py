@@ -24,6 +24,7 @@ def parse_options(
     command: str,
     default: Options | None = None,
     description: str | None = None,
+    program: str = "qerl",
 ) -> Options:
     """Return the options; print help, with the description, and exit if --help is among the arguments.
     Raise UserError with one line, made of what tyro says, for a mistake."""
@@ -32,7 +33,8 @@ def parse_options(
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            options = tyro.cli(kind, **given, args=arguments, prog=f"qerl {command}", description=description)
+            prog = f"{program} {command}"
+            options = tyro.cli(kind, **given, args=arguments, prog=prog, description=description)
     except SystemExit as stop:
         if stop.code == 2:
             raise UserError(_one_line(said.getvalue())) from None
