@@ -63,7 +63,8 @@ def linear_tables(rows: list[Row]) -> str:
 def learn_tables(rows: list[Row]) -> str:
     rates = ", ".join(f"{gpu.split()[1]} {limit.flop_per_s / 1e12:.0f}" for gpu, limit in LIMITS.items())
     title = (
-        "**Update, {gpu}**: packed sequences, random weights, median of at least 3 updates. MFU counts 4"
+        "**Update, {gpu}**: packed sequences, random weights, median of at least 3 updates. Samples of a"
+        " rollout: 8 of each prompt of 256 tokens, lengths as in `qerl bench rollout`. MFU counts 4"
         " operations per token and weight of the linears and the head, 6 with gradient checkpointing; it is a"
         f" fraction of what the GPU reaches in BF16 products of 8,192 x 8,192: {rates} TFLOP/s."
     )
