@@ -85,8 +85,8 @@ def test_a_sequence_has_as_many_rows_as_it_says():
 
 
 def test_samples_of_a_rollout_have_its_lengths_and_share_their_prompts(tmp_path, monkeypatch):
-    short = dataclasses.replace(learn.ROLLOUT, median_tokens=6, max_tokens=20)
-    monkeypatch.setattr(learn, "ROLLOUT", short)
+    short = dataclasses.replace(learn.LENGTHS, median_tokens=6, max_tokens=20)
+    monkeypatch.setattr(learn, "LENGTHS", short)
     options = dataclasses.replace(OPTIONS, num_samples=16, micro_tokens=(400, 800), recomputes=("none",))
     held = []
     monkeypatch.setattr(learn, "would_hold_operands", lambda *given: held.append(given[2]) or True)

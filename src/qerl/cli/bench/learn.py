@@ -26,7 +26,7 @@ import torch
 from qerl.cli.bench.case import make_case, try_random_decoder, would_hold_operands
 from qerl.cli.bench.decode import random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.options import BenchLearnOptions
+from qerl.cli.bench.options import BenchLearnOptions, BenchRolloutOptions
 from qerl.cli.bench.record import Origin, RowWriter, row_writer
 from qerl.cli.bench.roofline import LIMITS
 from qerl.cli.bench.schedule import Lengths
@@ -40,9 +40,14 @@ from qerl.models.layer_spec import layer_specs
 from qerl.models.random_weights import shape
 from qerl.types import Group, Sample
 
-ROLLOUT = Lengths(kind="log-normal", median_tokens=600, sigma=0.8, max_tokens=4096, seed=0)
-"""Lengths of the samples of --num-samples."""
-_GROUP_SIZE, _PROMPT_TOKENS = 8, 256
+_ROLLOUT = BenchRolloutOptions()  # its defaults are the rollout of --num-samples
+LENGTHS = Lengths(
+    kind=_ROLLOUT.lengths,
+    median_tokens=_ROLLOUT.median_tokens,
+    sigma=_ROLLOUT.sigma,
+    max_tokens=_ROLLOUT.max_tokens,
+    seed=_ROLLOUT.seed,
+)
 _PASSES = {"none": 2, "layer": 3, "offload": 3}
 
 
@@ -144,14 +149,14 @@ def random_groups(num_sequences: int, sequence_tokens: int, decoder: Decoder) ->
 
 def rollout_groups(num_samples: int, vocab_size: int) -> list[Group]:
     """Return groups of samples of random tokens, every other one correct."""
-    lengths_S = ROLLOUT.of(num_samples)
-    prompts_P = random_prompts(num_samples // _GROUP_SIZE, _PROMPT_TOKENS, vocab_size)
+    lengths_S = LENGTHS.of(num_samples)
+    prompts_P = random_prompts(num_samples // _ROLLOUT.group_size, _ROLLOUT.prompt_tokens, vocab_size)
     drawn_S = random_prompts(num_samples, max(lengths_S), vocab_size)
     samples_S = [
         _sample(drawn.tokens_T[:length], advantage=1.0 - 2 * (drawn.index % 2), routes=None)
         for drawn, length in zip(drawn_S, lengths_S, strict=True)
     ]
-    size = _GROUP_SIZE
+    size = _ROLLOUT.group_size
     return [
         Group(prompt=prompt, samples_G=samples_S[size * prompt.index : size * (prompt.index + 1)])
         for prompt in prompts_P
@@ -159,8 +164,11 @@ def rollout_groups(num_samples: int, vocab_size: int) -> list[Group]:
 
 
 def rollout_rows(num_samples: int) -> int:
-    """Return the packed rows of `rollout_groups`: a sample's last token has none."""
-    return num_samples // _GROUP_SIZE * _PROMPT_TOKENS + sum(length - 1 for length in ROLLOUT.of(num_samples))
+    """Return the packed rows of `rollout_groups`: a sample's last token has none.
+
+    A group that two micro-batches share has its prompt in both; those rows do not count here."""
+    prompts = num_samples // _ROLLOUT.group_size * _ROLLOUT.prompt_tokens
+    return prompts + sum(length - 1 for length in LENGTHS.of(num_samples))
 
 
 def _random_routes(a: Architecture, num_rows: int, rng: torch.Generator) -> bytes | None:
@@ -220,7 +228,7 @@ def num_weights(a: Architecture) -> int:
 def _cases(options: BenchLearnOptions, provider: str) -> Iterator[LearnCase]:
     own: dict[str, Any] = {}
     if options.num_samples:
-        own = {"tokens": rollout_rows(options.num_samples), "sequence_tokens": ROLLOUT.max_tokens}
+        own = {"tokens": rollout_rows(options.num_samples), "sequence_tokens": LENGTHS.max_tokens}
         sizes = options.micro_tokens
     else:
         sizes = tuple(options.tokens // count for count in options.micro_batches)
