@@ -105,13 +105,7 @@ def bench_vllm_rollout(options: VllmRolloutOptions) -> None:
 
 def lengths_of(options: VllmRolloutOptions) -> list[int]:
     """Return the lengths that `qerl bench rollout` has by the same seed."""
-    return Lengths(
-        kind="log-normal",
-        median_tokens=options.median_tokens,
-        sigma=options.sigma,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-    ).of(options.num_samples)
+    return Lengths.asked_by(options, "log-normal").of(options.num_samples)
 
 
 def _generate_s(vllm: Any, llm: Any, options: VllmRolloutOptions, lengths_S: list[int]) -> float:

@@ -41,13 +41,7 @@ from qerl.models.random_weights import shape
 from qerl.types import Group, Sample
 
 _ROLLOUT = BenchRolloutOptions()  # its defaults are the rollout of --num-samples
-LENGTHS = Lengths(
-    kind=_ROLLOUT.lengths,
-    median_tokens=_ROLLOUT.median_tokens,
-    sigma=_ROLLOUT.sigma,
-    max_tokens=_ROLLOUT.max_tokens,
-    seed=_ROLLOUT.seed,
-)
+LENGTHS = Lengths.asked_by(_ROLLOUT, _ROLLOUT.lengths)
 _PASSES = {"none": 2, "layer": 3, "offload": 3}
 
 

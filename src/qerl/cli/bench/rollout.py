@@ -51,13 +51,7 @@ class RolloutCase(SamplingCase):
 
     @property
     def lengths_S(self) -> list[int]:
-        return Lengths(
-            kind=self.lengths,
-            median_tokens=self.median_tokens,
-            sigma=self.sigma,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-        ).of(self.num_samples)
+        return Lengths.asked_by(self, self.lengths).of(self.num_samples)
 
 
 def bench(options: BenchRolloutOptions) -> None:

@@ -13,6 +13,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from qerl.algo.seeds import mix
 from qerl.cli.bench.case import SamplingCase
@@ -29,6 +30,17 @@ class Lengths:
     sigma: float
     max_tokens: int
     seed: int
+
+    @classmethod
+    def asked_by(cls, options: Any, kind: str) -> "Lengths":
+        """Return those of a benchmark's options, or of a row's case, which have the other fields."""
+        return cls(
+            kind=kind,
+            median_tokens=options.median_tokens,
+            sigma=options.sigma,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
+        )
 
     def of(self, num_samples: int) -> list[int]:
         """Return the length of each sample, in tokens; those of fewer samples are the first of more."""
