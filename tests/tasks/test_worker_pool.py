@@ -175,7 +175,6 @@ def test_a_pool_whose_idle_workers_die_goes_on(pool):
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: not any(map(is_alive, pids)))
-    assert wait_until(lambda: all(worker.keeper.poll() is not None for worker in one._workers))  # they reap
     assert all(isinstance(pid, int) for pid in one.run([0] * 8, deadline_s=60))
 
 
