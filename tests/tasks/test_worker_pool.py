@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 
 import pytest
 import torch
@@ -175,6 +176,8 @@ def test_a_pool_whose_idle_workers_die_goes_on(pool):
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: not any(map(is_alive, pids)))
+    sockets = [worker.channel.socket for worker in one._workers]
+    assert wait_until(lambda: len(wait(sockets, 0)) == len(sockets))  # the keepers have told
     assert all(isinstance(pid, int) for pid in one.run([0] * 8, deadline_s=60))
 
 
