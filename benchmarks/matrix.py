@@ -307,7 +307,7 @@ def _attend(
     pages = (_PAGES, _PAGE, a.num_kv_heads)
     cache = LayerCache(_tensor(*pages, a.head_size, dtype=dtype), _tensor(*pages, a.head_size, dtype=dtype))
     if dtype != torch.bfloat16:
-        scales = _tensor(*pages, dtype=torch.float32)
+        scales = _tensor(_PAGES, a.num_kv_heads, _PAGE, dtype=torch.float32)
         cache = dataclasses.replace(cache, k_scales=scales, v_scales=scales)
     qkv_BX = _tensor(rows, (a.num_heads * (1 + gated) + 2 * a.num_kv_heads) * a.head_size)
     angles = _tensor(_PAGE * _PAGES, a.rotated, dtype=torch.float32)

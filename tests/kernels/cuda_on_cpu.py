@@ -180,7 +180,9 @@ static int publish(const u32* own, int count) {
   return warp;
 }
 static u32 half_of(u32 word, int odd) { return odd ? word >> 16 : word & 0xFFFF; }
-static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+static float bfloat16_of(u32 x) { return bits<float>(x << 16); }
+typedef float Read(u32);
+static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Read* of = bfloat16_of) {
   const u32 own[6] = {a0, a1, a2, a3, b0, b1};
   const int warp = publish(own, 6), lane = threadIdx.x % 32;
   for (int e = 0; e < 4; e++) {
@@ -188,7 +190,7 @@ static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     for (int k = 0; k < 16; k++) {
       const u32 a = half_of(words[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
       const u32 b = half_of(words[warp][column * 4 + k % 8 / 2][4 + k / 8], k % 2);
-      d[e] += bits<float>(a << 16) * bits<float>(b << 16);
+      d[e] += of(a) * of(b);
     }
   }
   warps[warp].wait();
@@ -218,6 +220,35 @@ static u32 transpose8x8(u32 a) {
   return pair[0] | pair[1] << 16;
 }
 """
+HALF = r"""
+#pragma once
+#include "mma.cuh"
+#define E4M3_FACTOR 0.00390625f
+#define E4M3_ALTERNATES 1
+static u32 to_half(float x) {
+  const float size = fabsf(x);
+  const u32 sign = bits<unsigned>(x) >> 16 & 0x8000;
+  if (isnan(x)) return 0x7FFF;
+  if (size >= 65520.f) return sign | 0x7C00;
+  const int exponent = size < 0x1p-14f ? -14 : ilogbf(size);
+  return sign | (u32)rintf(ldexpf(size, 10 - exponent)) + ((exponent + 14) << 10);
+}
+static u32 pack_half(float low, float high) { return to_half(high) << 16 | to_half(low); }
+static float half_of_16_bits(u32 x) {
+  const int exponent = x >> 10 & 31, mantissa = x & 1023;
+  const float finite = exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
+  const float size = exponent < 31 ? finite : mantissa ? NAN : INFINITY;
+  return x & 0x8000 ? -size : size;
+}
+static void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma(d, a0, a1, a2, a3, b0, b1, half_of_16_bits);
+}
+static void unpack_e4m3(u32 w, u32& even, u32& odd) {
+  even = ((w << 8) & 0x80008000u) | ((w << 7) & 0x3F803F80u);
+  odd = (w & 0x80008000u) | ((w >> 1) & 0x3F803F80u);
+}
+static void unpack_e4m3_fast(u32 w, u32& first, u32& second) { unpack_e4m3(w, first, second); }
+"""
 COPIES = r"""
 #pragma once
 #include "types.cuh"
@@ -228,7 +259,6 @@ static void copy_async_once(u32 to, const void* from, u64) { copy_async(to, from
 static void copy_async_once_if(bool is_wanted, u32 to, const void* from, u64) {
   if (is_wanted) copy_async(to, from);
 }
-static void copy_async_4(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 4); }
 static void copy_async_if(bool condition, u32 to, const void* from) { if (condition) copy_async(to, from); }
 static void commit_copies() {}
 template <int PENDING>
@@ -245,7 +275,7 @@ static void store_relaxed(u32* p, u32 a) { *p = a; }
 static void store_relaxed(u32* p, u32 a, u32 b) { p[0] = a, p[1] = b; }
 static void store_relaxed(u32* p, u32 a, u32 b, u32 c, u32 d) { p[0] = a, p[1] = b, p[2] = c, p[3] = d; }
 """
-REPLACED = {"mma.cuh": MATRIX, "async_copy.cuh": COPIES, "memory.cuh": MEMORY}
+REPLACED = {"mma.cuh": MATRIX, "half.cuh": HALF, "async_copy.cuh": COPIES, "memory.cuh": MEMORY}
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 CACHE = cache_folder() / "on_cpu"
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];")

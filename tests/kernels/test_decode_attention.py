@@ -73,9 +73,8 @@ def step(lengths, N, K, H, rng, *, page_tokens=16, kv_dtype=torch.bfloat16, grou
         (k, k_scales), (v, v_scales) = op.to_fp8(k), op.to_fp8(v)
         for codes, scales in ((k, k_scales), (v, v_scales)):
             codes.view(torch.uint8)[~stored], scales[~stored] = 0x7F, float("nan")
-        cache = op.LayerCache(
-            k.view(shape), v.view(shape), k_scales.view(shape[:3]), v_scales.view(shape[:3])
-        )
+        by_head = (scales.view(shape[:3]).transpose(1, 2).contiguous() for scales in (k_scales, v_scales))
+        cache = op.LayerCache(k.view(shape), v.view(shape), *by_head)
     return Step(qkv, turning_angles(H), cache, state)
 
 
@@ -84,7 +83,7 @@ def plain(step, norms=None, options=PLAIN, is_gated=False, is_interleaved=False)
     K, positions = step.cache.k.shape[2], step.state.positions_B[: len(step.qkv)]
     op.reference(step.qkv, step.angles, step.cache, step.state, norms, options, is_gated, is_interleaved)
     k, v = (
-        (pages.float() if scales is None else op.from_fp8(pages, scales)).nan_to_num(0).bfloat16()
+        (pages.float() if scales is None else op.from_fp8(pages, scales.mT)).nan_to_num(0).bfloat16()
         for pages, scales in ((step.cache.k, step.cache.k_scales), (step.cache.v, step.cache.v_scales))
     )
     at, H = positions.clamp(min=0), step.cache.k.shape[3]
@@ -193,6 +192,15 @@ def check(kernel, case, norms=None, options=PLAIN, is_interleaved=False):
 @pytest.mark.parametrize(("N", "K", "H"), op.CASES)
 def test_no_less_exact_than_torch_and_the_cache_has_the_same_bits(N, K, H, kv_dtype, made, rng):
     check(made(N, K, H, 16, kv_dtype), step(RAGGED, N, K, H, rng, kv_dtype=kv_dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2e-5, 3000.0])
+def test_fp8_values_may_be_small_or_large(size, made, rng):
+    case = step(RAGGED, 28, 4, 128, rng, kv_dtype=torch.float8_e4m3fn)
+    case.cache.v_scales.mul_(size)
+    case.qkv[:, -4 * 128 :] *= size
+    check(made(28, 4, 128, kv_dtype=torch.float8_e4m3fn), case)
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ def poisoned(case, window):
                 pages.view(torch.uint8).flatten(0, 1)[slots] = 0x7F
         for scales in (case.cache.k_scales, case.cache.v_scales):
             if scales is not None:
-                scales.flatten(0, 1)[slots] = float("nan")
+                scales[slots // page_tokens, :, slots % page_tokens] = float("nan")
     return case
 
 

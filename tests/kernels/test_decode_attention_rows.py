@@ -77,6 +77,18 @@ def test_many_warps_add_a_row_s_chunks_to_the_bits_of_one(
     assert rms_error(many, truth) < (0.01 if kv_dtype == torch.bfloat16 else 0.03)
 
 
+@pytest.mark.parametrize("size", [2e-5, 3000.0])
+def test_small_and_large_values_stay_in_the_range_of_half_precision(size, attention, sources, rng):
+    """The largest of a new head of values is 6 to 8 times `size`."""
+    case, norms = step(LENGTHS, 7, 1, 128, rng, kv_dtype=torch.float8_e4m3fn), random_norms(128, rng)
+    case.cache.v_scales.mul_(size)
+    case.qkv[:, -128:] *= size
+    kernel = attention(7, 1, 128, 16, torch.float8_e4m3fn, 7, 32, torch.device("cpu"))
+    got, _ = run(kernel, case, norms, options_of("plain", 7), sources, has_few_rows=True)
+    truth = op.reference(case.qkv, case.angles, case.copy().cache, case.state, norms)
+    assert rms_error(got, truth) < 0.01
+
+
 def test_more_chunks_than_are_loaded_together(attention, sources, rng):
     """35 chunks: maxima and weights in two parts, and places in two parts of 32."""
     lengths = (34 * CHUNK + 5, 7, 33 * CHUNK)

@@ -37,7 +37,8 @@ extern "C" void both(const Parameters& p) {  // write to the cache; write the qu
     for (int k = 0; k < KT; k++)
       for (int j = 0; j < 2; j++)
         for (int i = 0; i < 2; i++) {
-          const float x = (i ? high(q[n][k][j]) : low(q[n][k][j])) / Q_FACTOR;
+          const u32 bits = q[n][k][j] >> 16 * i & 0xFFFF;
+          const float x = FP8 ? half_of_16_bits(bits) : __uint_as_float(bits << 16);
           to[16 * k + (FP8 ? 4 * t + 2 * i + j : 8 * j + 2 * t + i)] = __float_as_uint(x) >> 16;
         }
   }

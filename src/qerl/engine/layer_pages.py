@@ -1,7 +1,7 @@
 """Pages of keys and values of some layers, and of the routes of all: write them, read them, copy them.
 
     k, v                 [L, num_pages + 1, page_tokens, K, H]; slot = page * page_tokens + offset
-    k_scales, v_scales   fp32 [L, num_pages + 1, page_tokens, K], for FP8 only: one per token and head
+    k_scales, v_scales   fp32 [L, num_pages + 1, K, page_tokens], for FP8 only: one per token and head
     routes               uint8 [M, num_pages + 1, page_tokens, k]: the k experts of each token
 
 The last page is written by rows that are not in use. Letters: L these layers, M all layers with
@@ -54,7 +54,8 @@ def page_specs(
 ) -> list[Spec]:
     """Return shapes and dtypes of k, v and, with FP8, their scales."""
     shape = (num_layers, num_pages + 1, page_tokens, heads.num)
-    return [((*shape, heads.size), dtype)] * 2 + [(shape, torch.float32)] * (2 * (dtype == FP8))
+    scales = (num_layers, num_pages + 1, heads.num, page_tokens)
+    return [((*shape, heads.size), dtype)] * 2 + [(scales, torch.float32)] * (2 * (dtype == FP8))
 
 
 def route_specs(a: Architecture, num_pages: int, page_tokens: int) -> list[Spec]:
@@ -107,7 +108,7 @@ class LayerPages:
         for pages, scales, x_TKH in ((of.k, of.k_scales, k_TKH), (of.v, of.v_scales, v_TKH)):
             if scales is not None:
                 x_TKH, scales_TK = to_fp8(x_TKH)
-                scales.flatten(0, 1).index_copy_(0, slots_T, scales_TK)
+                scales[slots_T // self.page_tokens, :, slots_T % self.page_tokens] = scales_TK
                 stored.append(from_fp8(x_TKH, scales_TK).to(dtype))
                 # as bytes, because index_copy_ does not take FP8
                 pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots_T, x_TKH.view(torch.uint8))
@@ -138,7 +139,8 @@ class LayerPages:
                 rows.append(pages[slots_S])
             else:
                 codes = pages.view(torch.uint8)[slots_S].view(FP8)
-                rows.append(from_fp8(codes, scales.flatten(0, 1)[slots_S]).to(dtype))
+                scales_SK = scales[slots_S // self.page_tokens, :, slots_S % self.page_tokens]
+                rows.append(from_fp8(codes, scales_SK).to(dtype))
         return rows[0], rows[1]
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:

@@ -6,7 +6,7 @@
 Layout of a layer's cache, slot = page * page_tokens + offset in the page:
 
     k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
-    scales    fp32 [num_pages, page_tokens, K]: a token's head is codes * scale, scale = absmax / 448
+    scales    fp32 [num_pages, K, page_tokens]: a token's head is codes * scale, scale = absmax / 448
 
 Each CHUNK of positions, LONG_CHUNK with more than 32 rows, is one unit of work of one warp. The results of a
 row's chunks (largest score, sum and o, in fp32) are added in one order: by the unit of the last chunk, which
@@ -166,11 +166,10 @@ def _write_and_read(pages: Tensor, scales: Tensor | None, slots: Tensor, new_KH:
         return rows[slots].double()
     codes, new_scales = to_fp8(new_KH)
     rows.view(torch.uint8)[slots[-1]] = codes.view(torch.uint8)
-    scales.flatten(0, 1)[slots[-1]] = new_scales
-    return (
-        rows.view(torch.uint8)[slots].view(rows.dtype).double()
-        * scales.flatten(0, 1)[slots, :, None].double()
-    )
+    page_tokens = pages.shape[1]
+    scales[slots[-1] // page_tokens, :, slots[-1] % page_tokens] = new_scales
+    scales_SK = scales[slots // page_tokens, :, slots % page_tokens].double()
+    return rows.view(torch.uint8)[slots].view(rows.dtype).double() * scales_SK[..., None]
 
 
 def supports(
@@ -355,5 +354,6 @@ class DecodeAttention:
             assert pages.data_ptr() % 16 == 0
         for scales in (cache.k_scales, cache.v_scales):
             assert (scales is None) == (self._kv_dtype == torch.bfloat16)
-            assert scales is None or (scales.shape == shape[:3] and scales.dtype == torch.float32)
-            assert scales is None or scales.is_contiguous()
+            if scales is not None:
+                assert scales.shape == (shape[0], shape[2], shape[1]) and scales.is_contiguous()
+                assert scales.dtype == torch.float32 and scales.data_ptr() % 16 == 0

@@ -31,9 +31,6 @@ __device__ __forceinline__ u64 once_policy() { return 0; }
 __device__ __forceinline__ void copy_async_once(u32 dst, const void* src, u64) { copy_async(dst, src); }
 __device__ __forceinline__ void copy_async_once_if(bool condition, u32 dst, const void* src, u64) { copy_async_if(condition, dst, src); }
 #endif
-__device__ __forceinline__ void copy_async_4(u32 dst, const void* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
-}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until at most PENDING of this thread's committed groups are still being copied.
 template <int PENDING>

@@ -12,8 +12,8 @@
 // have lower indices, and adds them in their order. With FEW_ROWS (up to 32) one warp a row would be long at it, so each 16 elements of
 // H are added up by another CTA, after its units: the same sums in the same order.
 //
-// FP8: the bits (sign, exponent, mantissa) of an E4M3 number x, placed in a bfloat16, have the value x * 2^-120. So q and p are
-// multiplied by 2^100, and the sums by 2^20.
+// FP8: products in half precision, which has all E4M3 numbers, and those of bfloat16 from 6e-5 to 65,504. p times the scale of a value is
+// multiplied by 2^10: of a head of values the largest may be from 1e-4 to 28,000.
 //
 // Compile-time: H head size, GROUP query heads per K/V head, KV_HEADS, PAGE positions per page, CHUNK, FP8, STAGES, CTAS per
 // multiprocessor. If given: FEW_ROWS (1: at most 32 rows); ROTARY elements of a head that are rotated, 0 or a multiple of 32; INTERLEAVED (1: elements 2 j and
@@ -21,8 +21,8 @@
 #include "decode_attention_chunks.cuh"
 #include "decode_attention_query.cuh"
 #include "decode_attention_rows.cuh"
+#include "decode_attention_tile.cuh"
 #include "decode_attention_units.cuh"
-#include "mma.cuh"
 
 __device__ __forceinline__ void clear_values(Stage& s, int from, int to) {
   constexpr int PER_ROW = ROW_BYTES / 16;
@@ -50,120 +50,6 @@ __device__ __forceinline__ void write_new_token(const Parameters& p, const Unit&
   if (lane > row) s.k_scales[lane] = s.v_scales[lane] = 0.f;
 #endif
   clear_values(s, row + 1, TILE);
-}
-
-// cap tanh(s / cap) in log2 = cap - 2 cap / (e^(2 s / cap) + 1), to 2^-21 of the cap.
-__device__ __forceinline__ float capped(const Parameters& p, float x) {
-#if SOFTCAP
-  return p.softcap - __fdividef(2.f * p.softcap, exp2_fast(x) + 1.f);
-#else
-  return x;
-#endif
-}
-
-// Compute s^T of a tile in log2, with -inf before position `start` and from position `length` on. Its halves are independent, which
-// hides the products' latency; a tile of one half has two sums instead.
-__device__ __forceinline__ void score(const Parameters& p, const Stage& s, const u32 (&q)[NT][KT][2], int start, int length, float (&x)[2][NT][4]) {
-  constexpr int LOADS = ROW_BYTES / 32, BATCH = LOADS == 16 ? 8 : LOADS;  // as many as there are registers for
-  const int lane = threadIdx.x, g = lane / 4;
-#pragma unroll
-  for (int h = 0; h < 2; h++)
-#pragma unroll
-    for (int n = 0; n < NT; n++) x[h][n][0] = x[h][n][1] = x[h][n][2] = x[h][n][3] = 0.f;
-#pragma unroll
-  for (int k0 = 0; k0 < LOADS; k0 += BATCH) {
-    u32 w[HALVES][BATCH][4];  // all loads first, to pay their latency once
-#pragma unroll
-    for (int h = 0; h < HALVES; h++)
-#pragma unroll
-      for (int k = 0; k < BATCH; k++) ldmatrix_x4(w[h][k], smem_u32(s.k) + swizzled(h * 16 + lane % 16, 2 * (k0 + k) + lane / 16));
-#pragma unroll
-    for (int i = 0; i < BATCH * KT / LOADS; i++)
-#pragma unroll
-      for (int h = 0; h < HALVES; h++) {
-        const int k = k0 * (KT / LOADS) + i;
-#if FP8
-        const u32 top = w[h][i / 2][i % 2 * 2], bottom = w[h][i / 2][i % 2 * 2 + 1];
-        const u32 a[4] = {even_pair(top), even_pair(bottom), odd_pair(top), odd_pair(bottom)};
-#else
-        const u32(&a)[4] = w[h][i];
-#endif
-#pragma unroll
-        for (int n = 0; n < NT; n++) mma(x[HALVES == 2 ? h : k % 2][n], a[0], a[1], a[2], a[3], q[n][k][0], q[n][k][1]);
-      }
-  }
-#pragma unroll
-  for (int h = 0; h < HALVES; h++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int at = h * 16 + half * 8 + g;
-      float factor = p.score_factor * SUM_FACTOR;
-#if FP8
-      factor *= s.k_scales[at];
-#endif
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int j = half * 2; j < half * 2 + 2; j++) {
-          if (HALVES == 1) x[0][n][j] += x[1][n][j];
-          x[h][n][j] = at < length && (!WINDOW || at >= start) ? capped(p, x[h][n][j] * factor) : -INF;
-        }
-    }
-}
-
-// Compute p of a tile as mma's second operand; update the largest score and the sum.
-__device__ __forceinline__ void softmax_weights(const Stage& s, const float (&x)[2][NT][4], Softmax& f, u32 (&b)[NT][2 * HALVES]) {
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    float2 m = make_float2(fmaxf(x[0][n][0], x[0][n][2]), fmaxf(x[0][n][1], x[0][n][3]));
-    if (HALVES == 2) m = make_float2(fmaxf(m.x, fmaxf(x[1][n][0], x[1][n][2])), fmaxf(m.y, fmaxf(x[1][n][1], x[1][n][3])));
-#pragma unroll
-    for (int i = 4; i < 32; i *= 2) m.x = fmaxf(m.x, __shfl_xor_sync(ALL_LANES, m.x, i)), m.y = fmaxf(m.y, __shfl_xor_sync(ALL_LANES, m.y, i));
-    if (__any_sync(ALL_LANES, m.x > f.largest[n].x || m.y > f.largest[n].y)) {
-      const float2 old = f.largest[n];
-      f.largest[n] = make_float2(fmaxf(m.x, old.x), fmaxf(m.y, old.y));
-      scale(f, n, exp2_fast(old.x - f.largest[n].x), exp2_fast(old.y - f.largest[n].y));
-    }
-#pragma unroll
-    for (int part = 0; part < 2 * HALVES; part++) {
-      float v = exp2_fast(x[part / 2][n][part % 2 * 2] - f.largest[n].x), w = exp2_fast(x[part / 2][n][part % 2 * 2 + 1] - f.largest[n].y);
-      f.sum[n].x += v, f.sum[n].y += w;
-#if FP8
-      const float factor = s.v_scales[part * 8 + threadIdx.x / 4] * Q_FACTOR;
-      v *= factor, w *= factor;
-#endif
-      b[n][part] = transpose8x8(pack2(v, w));
-    }
-  }
-}
-
-// o^T += v^T p^T of a tile.
-__device__ __forceinline__ void add_values(const Stage& s, const u32 (&b)[NT][2 * HALVES], Softmax& f) {
-  const int lane = threadIdx.x;
-#pragma unroll
-  for (int h = 0; h < HALVES; h++) {
-#if FP8  // a column of pairs of bytes becomes rows g (even elements of H) and g + 8 (odd)
-#pragma unroll
-    for (int i = 0; i < KT; i += 2) {
-      u32 w[4];
-      ldmatrix_x4_transposed(w, smem_u32(s.v) + swizzled(h * 16 + lane % 16, i + lane / 16));
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const u32 a[4] = {even_pair(w[2 * j]), odd_pair(w[2 * j]), even_pair(w[2 * j + 1]), odd_pair(w[2 * j + 1])};
-#pragma unroll
-        for (int n = 0; n < NT; n++) mma(f.o[i + j][n], a[0], a[1], a[2], a[3], b[n][2 * h], b[n][2 * h + 1]);
-      }
-    }
-#else
-#pragma unroll
-    for (int i = 0; i < KT; i++) {
-      u32 a[4];
-      ldmatrix_x4_transposed(a, smem_u32(s.v) + swizzled(h * 16 + lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2));
-#pragma unroll
-      for (int n = 0; n < NT; n++) mma(f.o[i][n], a[0], a[1], a[2], a[3], b[n][2 * h], b[n][2 * h + 1]);
-    }
-#endif
-  }
 }
 
 // Two neighboring elements of a query head's o, times the sigmoid of the head's gate if there is one.
@@ -237,8 +123,9 @@ __device__ __forceinline__ void finish_rows(const Parameters& p, const Place& at
 #endif
 
 extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __grid_constant__ Parameters p) {
-  extern __shared__ __align__(128) u8 raw[];
+  extern __shared__ __align__(512) u8 raw[];
   Stage* stages = (Stage*)raw;
+  const u32 first_stage = own_register(smem_u32(raw));
   int* positions = (int*)(raw + STAGES * sizeof(Stage));
   launch_dependents();
   const int lane = threadIdx.x;
@@ -252,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
   // Start copying the next tile into a free stage.
   auto fetch_ahead = [&](int to) {
     if (ahead.tiles) {
-      fetch(p, ahead, ahead_tile, stages[to]);
+      fetch(p, ahead, ahead_tile, first_stage + to * (u32)sizeof(Stage));
       if (++ahead_tile == ahead.tiles) {
         ahead = later, ahead_tile = ahead.first_tile();
         if (ahead.tiles) later = find_unit(p, positions, later_at, ahead.index + gridDim.x);
@@ -279,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
       wait_copies<STAGES - 1>();
       __syncwarp();
       Stage& s = stages[stage];
+      const u32 at = first_stage + stage * (u32)sizeof(Stage);
 #if WINDOW
       if (tile == u.first_tile() && u.start % TILE) {
         clear_before(s, u.start % TILE);
@@ -291,9 +179,9 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
       }
       float x[2][NT][4];
       u32 b[NT][2 * HALVES];
-      score(p, s, q, u.start - tile * TILE, u.length() - tile * TILE, x);
+      score(p, s, at, q, u.start - tile * TILE, u.length() - tile * TILE, x);
       softmax_weights(s, x, f, b);
-      add_values(s, b, f);
+      add_values(at + TILE * ROW_BYTES, b, f);
       __syncwarp();
       fetch_ahead(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;

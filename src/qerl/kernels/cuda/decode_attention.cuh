@@ -3,6 +3,7 @@
 #pragma once
 #include "async_copy.cuh"
 #include "bfloat16.cuh"
+#include "half.cuh"
 #include "launch.cuh"
 #include "memory.cuh"
 #include "warp.cuh"
@@ -35,8 +36,9 @@
 #define TILE (ROW_BYTES == 512 ? 16 : 32)  // positions scored at once
 #define HALVES (TILE / 16)
 #define SLOTS (CHUNK / 16)
-#define Q_FACTOR (FP8 ? 1.2676506002282294e30f : 1.f)  // 2^100
-#define SUM_FACTOR (FP8 ? 1048576.f : 1.f)             // 2^20
+#define SCORE_FACTOR (FP8 ? 1.f / E4M3_FACTOR : 1.f)
+#define WEIGHT_FACTOR 1024.f  // of weights times FP8's scales, which are small
+#define SUM_FACTOR (FP8 ? 1.f / (WEIGHT_FACTOR * E4M3_FACTOR) : 1.f)
 #define Q_WIDTH (H * (1 + GATED))                      // one query head, with its gate
 #define WIDTH ((GROUP * (1 + GATED) + 2) * KV_HEADS * H)  // one row of qkv
 
@@ -44,7 +46,7 @@ struct Parameters {
   const u16* qkv;       // [rows, (GROUP + 2) KV_HEADS, H]; if GATED, each query head is followed by its gate
   const float* angles;  // [positions, ROTARY]: cosines, then sines
   u8 *k, *v;            // [pages, PAGE, KV_HEADS, H]
-  float *k_scales, *v_scales;
+  float *k_scales, *v_scales;  // [pages, KV_HEADS, PAGE]
   const int *positions, *tables;
   const float *q_norm, *k_norm;
   u16* out;         // [rows, GROUP KV_HEADS, H]
@@ -66,11 +68,8 @@ struct Stage {
 #endif
 };
 
-// Bytes 0 and 2 (even), or 1 and 3 (odd), of four E4M3 numbers as two bfloat16, each * 2^-120.
-__device__ __forceinline__ u32 even_pair(u32 w) { return ((w << 8) & 0x80008000u) | ((w << 4) & 0x07F007F0u); }
-__device__ __forceinline__ u32 odd_pair(u32 w) { return (w & 0x80008000u) | ((w >> 4) & 0x07F007F0u); }
-
-// The swizzled offset of a 16-byte piece of a tile's row: the pieces of 8 rows in one column use 8 different groups of banks.
+// The swizzled offset of a 16-byte piece of a tile's row: the pieces of 8 rows in one column use 8 different groups of banks. As tiles
+// are aligned to rows, the address of piece ^ x is that of the piece ^ (x << 4).
 __device__ __forceinline__ int swizzled(int row, int piece) {
   return row * ROW_BYTES + ((piece ^ (ROW_BYTES == 64 ? row >> 1 & 3 : row & 7)) << 4);
 }
@@ -108,30 +107,37 @@ struct Unit {
   }
 };
 
-// Start copying a tile's keys and values, in whole groups of 16 positions of which the row sees one.
-__device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int tile, Stage& to) {
-  constexpr int PIECES = ROW_BYTES / 16, ROWS = 32 / PIECES;
+// Where the scale of a slot's head is; those of 16 slots from a multiple of 16 on are neighbors.
+__device__ __forceinline__ size_t scale_index(size_t slot, int head) { return (slot - slot % PAGE) * KV_HEADS + head * PAGE + slot % PAGE; }
+
+// Start copying a tile's keys and values to a stage, whose address is in the lane's own register, in whole groups of 16 positions of
+// which the row sees one.
+__device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int tile, u32 to_k) {
+  constexpr int PIECES = ROW_BYTES / 16, ROWS = 32 / PIECES, STRIDE = KV_HEADS * ROW_BYTES;
   const int lane = threadIdx.x, piece = lane % PIECES;
-  const u32 to_k = own_register(smem_u32(to.k)), to_v = to_k + TILE * ROW_BYTES;
+  const u32 to_v = to_k + TILE * ROW_BYTES;
   const u64 policy = once_policy();
+  int slots[HALVES];
+#pragma unroll
+  for (int half = 0; half < HALVES; half++) slots[half] = __shfl_sync(ALL_LANES, u.slot, tile * HALVES + half);
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
-    const int slot = __shfl_sync(ALL_LANES, u.slot, tile * HALVES + half);
+    const int slot = slots[half];
     if (tile * TILE + half * 16 >= u.length()) break;
 #if WINDOW
     if (tile * TILE + half * 16 + 16 <= u.start) continue;
 #endif
-    const size_t from = ((size_t)slot * KV_HEADS + u.head) * ROW_BYTES + piece * 16;
-#pragma unroll(ROW_BYTES == 512 ? 4 : 16)  // more would spill
+    const size_t from = ((size_t)slot * KV_HEADS + u.head) * ROW_BYTES + lane / PIECES * STRIDE + piece * 16;
+    const u8 *k = p.k + from, *v = p.v + from;
+#pragma unroll
     for (int row0 = 0; row0 < 16; row0 += ROWS) {
-      const int row = row0 + lane / PIECES, to_row = half * 16 + row;
-      const size_t at = from + (size_t)row * (KV_HEADS * ROW_BYTES);
-      copy_async_once(to_k + swizzled(to_row, piece), p.k + at, policy);
-      copy_async_once(to_v + swizzled(to_row, piece), p.v + at, policy);
+      const int to = swizzled(half * 16 + row0 + lane / PIECES, piece);
+      copy_async_once(to_k + to, k + row0 * STRIDE, policy);
+      copy_async_once(to_v + to, v + row0 * STRIDE, policy);
     }
 #if FP8
-    const size_t at = (size_t)(slot + lane % 16) * KV_HEADS + u.head;
-    copy_async_4(smem_u32((lane < 16 ? to.k_scales : to.v_scales) + half * 16 + lane % 16), (lane < 16 ? p.k_scales : p.v_scales) + at);
+    const float* scales = (lane < 4 ? p.k_scales : p.v_scales) + scale_index(slot, u.head) + lane % 4 * 4;
+    copy_async_once_if(lane < 8, to_v + TILE * ROW_BYTES + (lane / 4 * TILE + half * 16 + lane % 4 * 4) * 4, scales, policy);
 #endif
   }
 }

@@ -2,13 +2,15 @@
 #pragma once
 #include "decode_attention_token.cuh"
 
-// Load the four elements of tile k along H that this lane has of a query head. FP8 uses the order of bytes 0, 2, 1, 3, like even_pair
-// and odd_pair.
+#define AFTER_0 (FP8 && E4M3_ALTERNATES ? 2 : 1)  // the places of the second and the third of a lane's four elements
+#define BEFORE_3 (3 - AFTER_0)
+
+// Load the four elements of tile k along H that this lane has of a query head. FP8 uses the order of unpack_e4m3_fast.
 __device__ __forceinline__ void load_quad(const u16* head, int k, float (&x)[4]) {
   const int t = threadIdx.x % 4;
 #if FP8
   const uint2 w = *(const uint2*)(head + 16 * k + 4 * t);
-  x[0] = low(w.x), x[2] = high(w.x), x[1] = low(w.y), x[3] = high(w.y);
+  x[0] = low(w.x), x[AFTER_0] = high(w.x), x[BEFORE_3] = low(w.y), x[3] = high(w.y);
 #else
   const u32 a = *(const u32*)(head + 16 * k + 2 * t), b = *(const u32*)(head + 16 * k + 8 + 2 * t);
   x[0] = low(a), x[1] = high(a), x[2] = low(b), x[3] = high(b);
@@ -18,7 +20,7 @@ __device__ __forceinline__ void load_quad(const float* from, int k, float (&x)[4
   const int t = threadIdx.x % 4;
 #if FP8
   const float4 w = *(const float4*)(from + 16 * k + 4 * t);
-  x[0] = w.x, x[2] = w.y, x[1] = w.z, x[3] = w.w;
+  x[0] = w.x, x[AFTER_0] = w.y, x[BEFORE_3] = w.z, x[3] = w.w;
 #else
   const float2 a = *(const float2*)(from + 16 * k + 2 * t), b = *(const float2*)(from + 16 * k + 8 + 2 * t);
   x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
@@ -55,10 +57,10 @@ __device__ __forceinline__ void load_queries(const Parameters& p, const Unit& u,
 #if INTERLEAVED
 #pragma unroll
     for (int k = 0; k < ROTARY / 16; k++) {
-      constexpr int NEXT = FP8 ? 1 : 4, OTHER = FP8 ? 2 : 1;  // pairs to the lane's second pair; place of an element's partner
+      constexpr int NEXT = FP8 ? 1 : 4;  // pairs to the lane's second pair
       const float* at = angle + 8 * k + (FP8 ? 2 : 1) * (threadIdx.x % 4);
-      rotate_pair(x[k][0], x[k][OTHER], at[0], at[ROTARY / 2]);
-      rotate_pair(x[k][3 - OTHER], x[k][3], at[NEXT], at[ROTARY / 2 + NEXT]);
+      rotate_pair(x[k][0], x[k][AFTER_0], at[0], at[ROTARY / 2]);
+      rotate_pair(x[k][BEFORE_3], x[k][3], at[NEXT], at[ROTARY / 2 + NEXT]);
     }
 #else
 #pragma unroll
@@ -74,7 +76,7 @@ __device__ __forceinline__ void load_queries(const Parameters& p, const Unit& u,
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         q[n][k][j] = pack2(x[k][2 * j], x[k][2 * j + 1]);
-        if (FP8) q[n][k][j] = pack2(low(q[n][k][j]) * Q_FACTOR, high(q[n][k][j]) * Q_FACTOR);
+        if (FP8) q[n][k][j] = pack_half(low(q[n][k][j]), high(q[n][k][j]));
       }
   }
 }

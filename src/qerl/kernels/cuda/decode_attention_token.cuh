@@ -136,6 +136,6 @@ __device__ __forceinline__ void write_cache(const Parameters& p, int head, size_
   const auto same = [](int byte) { return byte; };
   store_entry(k, p.k + to, same), store_entry(v, p.v + to, same);
 #if FP8
-  if (threadIdx.x == 0) p.k_scales[slot * KV_HEADS + head] = k.scale, p.v_scales[slot * KV_HEADS + head] = v.scale;
+  if (threadIdx.x == 0) p.k_scales[scale_index(slot, head)] = k.scale, p.v_scales[scale_index(slot, head)] = v.scale;
 #endif
 }
