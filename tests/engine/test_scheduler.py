@@ -183,12 +183,12 @@ def test_prompts_are_admitted_for_the_free_rows_only():
 
 
 @pytest.mark.parametrize(
-    ("prompt_tokens", "num_states", "expected"), [(300, None, 5), (1500, None, 2), (8, None, 6), (300, 90, 2)]
+    ("prompt_tokens", "num_states", "expected"), [(600, None, 5), (1500, None, 3), (8, None, 6), (600, 90, 2)]
 )
 def test_some_prompts_are_admitted_ahead_so_that_a_prefill_is_worth_its_launches(
     prompt_tokens, num_states, expected
 ):
-    """With the first, up to 1,024 tokens, but no more samples than a quarter of the rows; none where states
+    """With the first, up to 2,048 tokens, but no more samples than a quarter of the rows; none where states
     need slots."""
     groups = [live_group(0, 8, 50, 31), *(live_group(i, prompt_tokens, 8, 2) for i in range(1, 12))]
     lengths = {(0, g): 4 + g for g in range(31)}

@@ -36,7 +36,7 @@ from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.page_pool import PagePool
 from qerl.engine.window_pages import Held, WindowPages
 
-_AHEAD_TOKENS = 1024  # a prefill of fewer takes as long: the GPU waits for its launches
+_AHEAD_TOKENS = 2048  # the GPU waits for the launches of a prefill of fewer than 1,024
 _JOINING_SHARE = 32  # of the rows, one in so many: the batch is rebuilt for that many samples, not for each
 
 
