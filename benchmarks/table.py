@@ -135,7 +135,6 @@ def memory_tables(rows: list[Row]) -> str:
         " first after the warm-up, over at least 3 steps."
     )
     columns: Columns = _STEP | {
-        "micro-batch": lambda row: f"{row['micro_tokens']:,}",
         "cap GB": lambda row: "" if row["cap_gb"] is None else f"{row['cap_gb']:g}",
         "peak GB of each step": lambda row: ", ".join(f"{gb:.1f}" for gb in row["peaks_gb"]),
         "growth GB": lambda row: _median(row, "growth_gb", ".2f"),
@@ -208,6 +207,7 @@ _STEP: Columns = {
     "LoRA rank": lambda row: str(row["lora_rank"]),
     "samples": lambda row: f"{row['batch']} x {row['max_tokens']:,}",
     "checkpointing": lambda row: row["recompute"],
+    "micro-batch": lambda row: f"{row.get('used_micro_tokens', row['micro_tokens']):,}",
     "KV": lambda row: row["kv"],
     "head": lambda row: row["head"],
     "kernels": lambda row: _setting(row, "kernels"),

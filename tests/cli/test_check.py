@@ -105,6 +105,23 @@ def test_a_reward_that_raises_is_tried_and_told_with_its_line(check, tmp_path):
     assert code == 1 and "reward is broken" in last and "ValueError: oh (mine.py:2)" in last
 
 
+def test_a_run_in_the_folder_goes_on_or_has_other_settings_as_in_training(check, tmp_path, monkeypatch):
+    folder, recorded = tmp_path / "run", []
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    (folder / "run.json").write_text("{}")
+    with monkeypatch.context() as patched:
+        patched.setattr(preflight, "check_same_run", lambda path, old, new: recorded.append(new))
+        assert check()[0] == 0
+    (folder / "run.json").write_text(json.dumps({"config": recorded[0]}))
+    code, findings, _ = check()
+    assert code == 0 and texts(findings, "out")[1].endswith(
+        "/run holds a run of these settings, which goes on"
+    )
+    code, findings, _ = check("--noise.schedule", "none")
+    assert code != 0 and 'noise.schedule = "exponential", not "none"; choose' in texts(findings, "out")[-1]
+
+
 @pytest.mark.parametrize(
     ("reward", "answers", "said"),
     [

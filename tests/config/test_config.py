@@ -68,6 +68,7 @@ def run_with(**parts):
         ),
         (lambda: TaskConfig(rewards=("exact",), reward_weights=(1.0, 2.0)), "task.reward_weights"),
         (lambda: RunConfig(num_generations=1), "num_generations"),
+        (lambda: RunConfig(seed=-1), "seed"),
         (
             lambda: run_with(model=ModelConfig(sampler_format="int8"), engine=EngineConfig(exact=True)),
             "model.sampler_format",

@@ -140,6 +140,7 @@ class RunConfig:
     def __post_init__(self):
         check_finite(self)
         check_positive(self, "num_steps", "num_prompts", "rank_timeout_s")
+        check_not_negative(self, "seed")
         size, why = self.num_generations, "samples are compared within a group"
         least = 1 if self.distil.is_on else 2
         require(size >= least, f"num_generations must be at least {least} ({why}), got {size}")

@@ -166,9 +166,9 @@ def _write_and_read(pages: Tensor, scales: Tensor | None, slots: Tensor, new_KH:
         return rows[slots].double()
     codes, new_scales = to_fp8(new_KH)
     rows.view(torch.uint8)[slots[-1]] = codes.view(torch.uint8)
-    page_tokens = pages.shape[1]
-    scales[slots[-1] // page_tokens, :, slots[-1] % page_tokens] = new_scales
-    scales_SK = scales[slots // page_tokens, :, slots % page_tokens].double()
+    pages_S, at_S = slots // pages.shape[1], slots % pages.shape[1]
+    scales[pages_S[-1], :, at_S[-1]] = new_scales
+    scales_SK = scales[pages_S, :, at_S].double()
     return rows.view(torch.uint8)[slots].view(rows.dtype).double() * scales_SK[..., None]
 
 

@@ -41,8 +41,9 @@ from qerl.tasks.graders import NEED_ANSWER
 from qerl.tasks.prompt import render_chat
 from qerl.tasks.reward import format_failures, imported
 from qerl.tasks.scoring import Failure
+from qerl.tracking.atomic_file import finite, read_object
 from qerl.tracking.loggers import check_loggers
-from qerl.tracking.provenance import version
+from qerl.tracking.provenance import check_same_run, version
 from qerl.training.backend_limits import check_backend
 from qerl.training.policy import check_task, load_sampler, load_task
 from qerl.training.rollout import sampling_of
@@ -158,6 +159,11 @@ class Preflight:
             raise UserError(f"out: {existing} cannot be written; choose another folder with --out")
         free_gb = round(shutil.disk_usage(existing).free / 1e9, 1)
         yield "ok", f"{self._config.out}: {free_gb} GB free", {"free_gb": free_gb}
+        record, metrics = folder / "run.json", folder / "metrics.jsonl"
+        if record.is_file() and metrics.is_file() and metrics.stat().st_size > 0:
+            config = dataclasses.replace(self._config, model=resolve_device(self._config.model))
+            check_same_run(record, read_object(record).get("config", {}), finite(dataclasses.asdict(config)))
+            yield "note", f"{self._config.out} holds a run of these settings, which goes on", {}
 
     def loggers(self) -> Found:
         check_loggers(self._config.loggers)

@@ -127,6 +127,13 @@ def test_the_command_waits_for_a_run_that_is_starting(tmp_path):
             server.kill()
 
 
+def test_a_folder_of_other_files_is_not_waited_for(tmp_path):
+    (tmp_path / "notes.md").write_text("")
+    os.utime(tmp_path / "notes.md", (0, 0))
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl, so it is not the folder of a run"):
+        watch([tmp_path], port=0, opens_browser=False)
+
+
 def test_a_run_that_does_not_start_is_an_error(tmp_path, capsys):
     with pytest.raises(UserError, match="/none: no such folder"):
         watch([tmp_path / "none"], port=0, opens_browser=False, patience_s=0.2)

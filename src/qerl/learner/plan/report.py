@@ -25,7 +25,7 @@ from qerl.models.layer_spec import counted_specs
 
 KERNEL_NAMES = {
     "hopper": "Hopper kernels",
-    "portable": "portable kernels, measured on an H200 only",
+    "portable": "portable kernels, measured on an H100 and an H200 only",
     "torch": "PyTorch's operations",
 }
 _MAX_SAMPLES, _MAX_RANK = 4096, 1024

@@ -19,7 +19,7 @@ from qerl.tracking.dashboard.follow import RunFollower
 from qerl.tracking.dashboard.live import LivePage
 from qerl.tracking.loopback import names_this_machine
 from qerl.tracking.report.page import run_names
-from qerl.tracking.report.read import is_run
+from qerl.tracking.report.read import check_folder, is_run
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
@@ -46,6 +46,9 @@ def watch(folders: Sequence[Path], *, port: int, opens_browser: bool, patience_s
 
 
 def _wait_for_runs(folders: Sequence[Path], patience_s: float) -> None:
+    for folder in folders:
+        if (times := [f.stat().st_mtime for f in folder.glob("*")]) and max(times) < time.time() - patience_s:
+            check_folder(folder)  # nothing is just starting in it
     end = time.monotonic() + patience_s
     if missing := [str(folder) for folder in folders if not is_run(folder)]:
         message = f"waiting up to {patience_s:.0f} s for {', '.join(missing)} to start"
