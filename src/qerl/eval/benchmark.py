@@ -88,9 +88,9 @@ def run_benchmark(
     batch = max(1, _SAMPLES_PER_BATCH // benchmark.num_samples)
     path.parent.mkdir(parents=True, exist_ok=True)
     for start in range(0, len(remaining), batch):
+        notice(f"{benchmark.name}: {len(problems):,} of {len(benchmark.prompts):,} problems done")
         problems += _evaluate(benchmark, engine(), remaining[start : start + batch])
         _write(path, settings, problems, None)
-        notice(f"{benchmark.name}: {len(problems)} of {len(benchmark.prompts)} problems")
     summary = summarize_problems(problems, benchmark.success_threshold)
     _write(path, settings, problems, summary)
     return summary

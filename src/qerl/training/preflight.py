@@ -228,7 +228,7 @@ class Preflight:
         tokenizer, vocab_size = load_tokenizer(path), self._vocab_size
         stop_tokens = stop_token_ids(tokenizer, locate(path))
         self._tokenizer = tokenizer
-        text = f"{len(tokenizer)} tokens, of {vocab_size} of the model; {len(stop_tokens)} stop tokens"
+        text = f"{len(tokenizer)} tokens, of {vocab_size} of the model; stop tokens: {len(stop_tokens)}"
         yield "ok", text, {"tokens": len(tokenizer), "stop_tokens": sorted(stop_tokens)}
         if not stop_tokens:
             yield "note", "no stop token: every sample has sample.max_tokens tokens", {}
