@@ -96,6 +96,20 @@ static unsigned to_bfloat16(float x) {
   const unsigned u = bits<unsigned>(x);
   return (u + 0x7FFF + (u >> 16 & 1)) >> 16;
 }
+static unsigned to_half(float x) {
+  const float size = fabsf(x);
+  const unsigned sign = bits<unsigned>(x) >> 16 & 0x8000;
+  if (isnan(x)) return 0x7FFF;
+  if (size >= 65520.f) return sign | 0x7C00;
+  const int exponent = size < 0x1p-14f ? -14 : ilogbf(size);
+  return sign | (unsigned)rintf(ldexpf(size, 10 - exponent)) + ((exponent + 14) << 10);
+}
+static float half_of_16_bits(unsigned x) {
+  const int exponent = x >> 10 & 31, mantissa = x & 1023;
+  const float finite = exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
+  const float size = exponent < 31 ? finite : mantissa ? NAN : INFINITY;
+  return x & 0x8000 ? -size : size;
+}
 static unsigned scaled_by_2_120(unsigned pair) {  // of two bfloat16
   const float low = bits<float>(pair << 16) * 0x1p120f, high = bits<float>(pair & 0xFFFF0000u) * 0x1p120f;
   return to_bfloat16(high) << 16 | to_bfloat16(low);
@@ -195,6 +209,9 @@ static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, R
   }
   warps[warp].wait();
 }
+static void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma(d, a0, a1, a2, a3, b0, b1, half_of_16_bits);
+}
 static void ldmatrix_x4(u32 (&d)[4], u32 from) {
   const int warp = publish(&from, 1), lane = threadIdx.x % 32;
   for (int m = 0; m < 4; m++)
@@ -219,35 +236,6 @@ static u32 transpose8x8(u32 a) {
   warps[warp].wait();
   return pair[0] | pair[1] << 16;
 }
-"""
-HALF = r"""
-#pragma once
-#include "mma.cuh"
-#define E4M3_FACTOR 0.00390625f
-#define E4M3_ALTERNATES 1
-static u32 to_half(float x) {
-  const float size = fabsf(x);
-  const u32 sign = bits<unsigned>(x) >> 16 & 0x8000;
-  if (isnan(x)) return 0x7FFF;
-  if (size >= 65520.f) return sign | 0x7C00;
-  const int exponent = size < 0x1p-14f ? -14 : ilogbf(size);
-  return sign | (u32)rintf(ldexpf(size, 10 - exponent)) + ((exponent + 14) << 10);
-}
-static u32 pack_half(float low, float high) { return to_half(high) << 16 | to_half(low); }
-static float half_of_16_bits(u32 x) {
-  const int exponent = x >> 10 & 31, mantissa = x & 1023;
-  const float finite = exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
-  const float size = exponent < 31 ? finite : mantissa ? NAN : INFINITY;
-  return x & 0x8000 ? -size : size;
-}
-static void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  mma(d, a0, a1, a2, a3, b0, b1, half_of_16_bits);
-}
-static void unpack_e4m3(u32 w, u32& even, u32& odd) {
-  even = ((w << 8) & 0x80008000u) | ((w << 7) & 0x3F803F80u);
-  odd = (w & 0x80008000u) | ((w >> 1) & 0x3F803F80u);
-}
-static void unpack_e4m3_fast(u32 w, u32& first, u32& second) { unpack_e4m3(w, first, second); }
 """
 COPIES = r"""
 #pragma once
@@ -275,11 +263,12 @@ static void store_relaxed(u32* p, u32 a) { *p = a; }
 static void store_relaxed(u32* p, u32 a, u32 b) { p[0] = a, p[1] = b; }
 static void store_relaxed(u32* p, u32 a, u32 b, u32 c, u32 d) { p[0] = a, p[1] = b, p[2] = c, p[3] = d; }
 """
-REPLACED = {"mma.cuh": MATRIX, "half.cuh": HALF, "async_copy.cuh": COPIES, "memory.cuh": MEMORY}
+REPLACED = {"mma.cuh": MATRIX, "async_copy.cuh": COPIES, "memory.cuh": MEMORY}
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 CACHE = cache_folder() / "on_cpu"
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];")
 CONVERSION = re.compile(r'asm\("cvt\.rn\.bf16x2\.f32.*?\);')
+HALVES = re.compile(r'asm\("cvt\.rn\.f16x2\.f32.*?\);')
 POWER = re.compile(r'asm\("ex2\.approx\.ftz\.f32.*?\);')
 LOGARITHM = re.compile(r'asm\("lg2\.approx\.ftz\.f32.*?\);')
 PRODUCT = re.compile(r'asm\("fma\.rn\.bf16x2[^:]*: "=r"\(y\).*?\);')
@@ -329,6 +318,7 @@ def copy_sources(folder: Path) -> None:
     """Copy kernels/cuda/ into a folder, with assembly that is replaced in C++."""
     for file in (resources.files("qerl.kernels") / "cuda").iterdir():
         text = CONVERSION.sub("d = to_bfloat16(high) << 16 | to_bfloat16(low);", file.read_text())
+        text = HALVES.sub("d = to_half(high) << 16 | to_half(low);", text)
         text = LOGARITHM.sub("y = log2f(x);", POWER.sub("y = exp2f(x);", text))
         text = PRODUCT.sub("y = scaled_by_2_120(x);", text)
         text = DYNAMIC.sub(r"u8* \1 = dynamic_memory;", REPLACED.get(file.name, text))

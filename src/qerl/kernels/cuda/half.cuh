@@ -1,4 +1,4 @@
-// Pairs of numbers in half precision: products of a warp, and E4M3 numbers as such pairs.
+// Pairs of numbers in half precision, and E4M3 numbers as such pairs.
 #pragma once
 #include "types.cuh"
 
@@ -6,13 +6,6 @@ __device__ __forceinline__ u32 pack_half(float low, float high) {
   u32 d;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
-}
-
-// d [16, 8] += a [16, 16] b [16, 8] in half precision, with fp32 sums.
-__device__ __forceinline__ void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // unpack_e4m3: bytes 0 and 2 (even) and 1 and 3 (odd) of four E4M3 numbers as pairs, each times E4M3_FACTOR.
