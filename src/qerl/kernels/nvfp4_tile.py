@@ -20,7 +20,7 @@ MOST_TOKENS = (32, 48, 64, 96, 128, 192, 256)
 """The token bounds of the choices for one (N, K)."""
 
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
-_TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
+_TOKEN_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 _K_BLOCKS = (512, 256, 192, 128, 64)
 _SLICE_K = 256  # k per partial sum of the adapter's u, if a stage has that many
 _MOST_STAGES = 16

@@ -16,7 +16,7 @@
 #include "packed_epilogue.cuh"
 
 #define SLOT (WG * 4 * NT * 128)  // words of a tile's sums; a CTA has two slots: later k of one tile, first k of another
-#define ITEM (NT % 4 == 0 ? 4 : 3)
+#define ITEM (NT % 4 == 0 ? 4 : NT % 3 == 0 ? 3 : NT % 2 == 0 ? 2 : 1)
 #define ITEMS (WG * 4 * NT / ITEM)
 
 #if SPLIT

@@ -94,7 +94,7 @@ struct Epilogue {
 // Add u B^T, after waiting for u. A thread loads neighboring k of both operands at once: both use the same order of k.
 template <int COUNT>
 __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
-  constexpr int WORDS = sizeof(Words) / 4, TOKENS = COUNT % 8 ? (COUNT > 8 ? 6 : COUNT) : 8, PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
+  constexpr int WORDS = sizeof(Words) / 4, TOKENS = COUNT % 8 == 0 ? 8 : COUNT > 8 ? COUNT / 2 : COUNT, PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
 #if SWIGLU
   const int width = 2 * RANK, offset = 0;
 #else
@@ -130,7 +130,7 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 // y = sums + residual, both fp32. Each lane handles its own numbers; those of the eight g are neighbors in a sector.
 template <int COUNT>
 __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
-  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // token groups whose loads are in flight together
+  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT > 8 ? COUNT / 2 : COUNT;  // token groups whose loads are in flight together
 #pragma unroll
   for (int n0 = 0; n0 < COUNT; n0 += STEP) {
     float r[STEP][4];
