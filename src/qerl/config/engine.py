@@ -27,7 +27,7 @@ class EngineConfig:
     which are unpacked once a pass."""
 
     decode_steps_per_sync: int | None = None
-    """Decode steps between two synchronizations with the host. None: 16 on a GPU, 1 on a CPU."""
+    """Decode steps between two synchronizations with the host. None: 8 on a GPU, 1 on a CPU."""
 
     kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
     """Kernels of decode steps: for Hopper GPUs, for any NVIDIA GPU from Ampere on, or PyTorch's operations.

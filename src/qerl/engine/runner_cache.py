@@ -44,7 +44,7 @@ from qerl.models.device import Kernels, choose_kernels
 from qerl.models.packed_linear import PackedNVFP4, PackedTiles
 from qerl.types import Sampling
 
-_GPU_STEPS = 16
+_GPU_STEPS = 8
 _WHOLE_ROWS = 16
 _MOST_RUNNERS = 8  # users of a server choose temperatures; each runner may hold graphs for every bucket
 _PAGES_AT_ONCE = 16  # tables are made a little wider than needed, for the next call

@@ -17,7 +17,7 @@ from qerl.models.architecture import Architecture
 
 Held = dict[int, int]
 
-_AHEAD = 32  # positions that are allocated before the host has read their tokens: two bursts of 16
+_AHEAD = 32  # positions that are allocated before the host has read their tokens: at least two bursts
 
 
 def windowed_layers(a: Architecture) -> tuple[int, ...]:
