@@ -218,6 +218,7 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         KernelVariant("fused_linear.cu", "copy_rows", (("PARTS", 1),), 256, 0),
         KernelVariant("fused_linear.cu", "place_adapters", (("PARTS", 3),), 256, 0),
         *(KernelVariant("head_finish.cu", "head_finish", (("STEP", step),), 512, 0) for step in (0, 1)),
+        KernelVariant("fp8_pages.cu", "write_fp8", (("H", 128), ("KV_HEADS", 4), ("PAGE", 16)), 128, 0),
     ]
     if card.has_wgmma:
         kernels += int8_product.variants()

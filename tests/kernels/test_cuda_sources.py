@@ -27,6 +27,7 @@ CONFIGURATIONS = (
     *(("delta_net_step.cu", DELTA | {"BY_HEAD": b, "RANK": 16 * b, "AHEAD": b}) for b in (0, 1)),
     ("expert_shrink.cu", {"RANK": 4, "GATHER": 1}),
     ("fp8_linear.cu", {}),
+    ("fp8_pages.cu", {"H": 128, "PAGE": 16, "KV_HEADS": 4}),
     ("fused_linear.cu", {"PARTS": 3}),
     ("gated_delta_chunks.cu", {"CTAS": 2}),
     ("grouped_product.cu", GROUPED | {"SWIGLU": 2, "GATHER": 1, "EARLY": 0}),

@@ -5,6 +5,7 @@ import torch
 
 from conftest import rms_error
 from qerl.kernels import decode_attention as op
+from qerl.kernels import fp8_pages
 from qerl.kernels.attention import paged_decode
 from qerl.kernels.attention_options import PLAIN
 from qerl.kernels.decode_shape import CHUNK, LONG_CHUNK, choose_shape
@@ -70,7 +71,7 @@ def step(lengths, N, K, H, rng, *, page_tokens=16, kv_dtype=torch.bfloat16, grou
         k[~stored], v[~stored] = float("nan"), float("nan")
         cache = op.LayerCache(k.view(shape), v.view(shape))
     else:
-        (k, k_scales), (v, v_scales) = op.to_fp8(k), op.to_fp8(v)
+        (k, k_scales), (v, v_scales) = fp8_pages.to_fp8(k), fp8_pages.to_fp8(v)
         for codes, scales in ((k, k_scales), (v, v_scales)):
             codes.view(torch.uint8)[~stored], scales[~stored] = 0x7F, float("nan")
         by_head = (scales.view(shape[:3]).transpose(1, 2).contiguous() for scales in (k_scales, v_scales))
@@ -83,7 +84,7 @@ def plain(step, norms=None, options=PLAIN, is_gated=False, is_interleaved=False)
     K, positions = step.cache.k.shape[2], step.state.positions_B[: len(step.qkv)]
     op.reference(step.qkv, step.angles, step.cache, step.state, norms, options, is_gated, is_interleaved)
     k, v = (
-        (pages.float() if scales is None else op.from_fp8(pages, scales.mT)).nan_to_num(0).bfloat16()
+        (pages.float() if scales is None else fp8_pages.from_fp8(pages, scales.mT)).nan_to_num(0).bfloat16()
         for pages, scales in ((step.cache.k, step.cache.k_scales), (step.cache.v, step.cache.v_scales))
     )
     at, H = positions.clamp(min=0), step.cache.k.shape[3]
@@ -114,9 +115,9 @@ def test_the_reference_agrees_with_paged_decode(kv_dtype, has_norms, rng):
 def test_an_fp8_head_keeps_its_largest_element_and_loses_at_most_a_sixteenth_of_any(rng):
     x = torch.randn(50, 3, 64, generator=rng) * torch.logspace(-6, 6, 50)[:, None, None]
     x[7, 1] = 0
-    codes, scales = op.to_fp8(x.bfloat16())
+    codes, scales = fp8_pages.to_fp8(x.bfloat16())
     assert codes.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and scales[7, 1] == 1
-    back, x = op.from_fp8(codes, scales), x.bfloat16().float()
+    back, x = fp8_pages.from_fp8(codes, scales), x.bfloat16().float()
     assert torch.allclose(back.abs().amax(-1), x.abs().amax(-1), rtol=1e-6)
     assert ((back - x).abs() <= torch.maximum(x.abs() / 16, scales[..., None] * 2**-10)).all()
 
@@ -124,7 +125,7 @@ def test_an_fp8_head_keeps_its_largest_element_and_loses_at_most_a_sixteenth_of_
 def test_a_code_comes_back_from_its_own_scale():
     codes = torch.tensor([0x7E, 0x01, 0x08, 0x38, 0xFE, 0x81, 0x00, 0x77], dtype=torch.uint8)
     codes = codes.view(torch.float8_e4m3fn).view(1, 1, 8)
-    again, scales = op.to_fp8(op.from_fp8(codes, torch.full((1, 1), 0.25)))
+    again, scales = fp8_pages.to_fp8(fp8_pages.from_fp8(codes, torch.full((1, 1), 0.25)))
     assert torch.equal(bits(again), bits(codes)) and scales.item() == 0.25
 
 

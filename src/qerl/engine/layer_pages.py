@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl.kernels.decode_attention import LayerCache, from_fp8, to_fp8
+from qerl.kernels import fp8_pages
+from qerl.kernels.decode_attention import LayerCache
 from qerl.models.architecture import Architecture, KVHeads
 
 FP8 = torch.float8_e4m3fn
@@ -104,18 +105,13 @@ class LayerPages:
 
     def write(self, layer_index: int, slots_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values; return (k_TKH, v_TKH) as the cache would return them, rounded if FP8."""
-        dtype, stored, of = k_TKH.dtype, [], self.layer(layer_index)
-        for pages, scales, x_TKH in ((of.k, of.k_scales, k_TKH), (of.v, of.v_scales, v_TKH)):
-            if scales is not None:
-                x_TKH, scales_TK = to_fp8(x_TKH)
-                scales[slots_T // self.page_tokens, :, slots_T % self.page_tokens] = scales_TK
-                stored.append(from_fp8(x_TKH, scales_TK).to(dtype))
-                # as bytes, because index_copy_ does not take FP8
-                pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots_T, x_TKH.view(torch.uint8))
-            else:
-                pages.flatten(0, 1).index_copy_(0, slots_T, x_TKH)
-                stored.append(x_TKH)
-        return stored[0], stored[1]
+        of = self.layer(layer_index)
+        if of.k_scales is not None and of.v_scales is not None:
+            scales = of.k_scales, of.v_scales
+            return fp8_pages.write((k_TKH, v_TKH), slots_T, (of.k, of.v), scales)
+        for pages, x_TKH in ((of.k, k_TKH), (of.v, v_TKH)):
+            pages.flatten(0, 1).index_copy_(0, slots_T, x_TKH)
+        return k_TKH, v_TKH
 
     def readable(
         self, layer_index: int, tables_BX: Tensor, dtype: torch.dtype
@@ -140,7 +136,7 @@ class LayerPages:
             else:
                 codes = pages.view(torch.uint8)[slots_S].view(FP8)
                 scales_SK = scales[slots_S // self.page_tokens, :, slots_S % self.page_tokens]
-                rows.append(from_fp8(codes, scales_SK).to(dtype))
+                rows.append(fp8_pages.from_fp8(codes, scales_SK).to(dtype))
         return rows[0], rows[1]
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:

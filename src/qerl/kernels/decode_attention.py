@@ -35,6 +35,7 @@ from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_shape import CHUNK, Shape, Variant, choose_shape, choose_stages, most_chunks
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.fp8_pages import to_fp8
 from qerl.kernels.nvrtc import addresses, compiled
 
 CASES = (  # N, K, H
@@ -52,7 +53,6 @@ CASES = (  # N, K, H
 )
 Norms = tuple[Tensor, Tensor, float]  # q_norm_H, k_norm_H in fp32, eps
 
-_E4M3_LARGEST = 448.0
 _THREADS = 32
 _MULTIPROCESSOR_BYTES = 228 * 1024  # most shared memory that is used
 _LOG2_E = 1.4426950408889634
@@ -66,23 +66,6 @@ class LayerCache:
     v: Tensor
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
-
-
-def to_fp8(x_TKH: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (codes float8_e4m3fn, scales_TK fp32), rounded to nearest even. A head of zeros has scale 1."""
-    wide = x_TKH.float()
-    absmax_TK = wide.abs().amax(-1)
-    largest_TK = torch.full_like(
-        absmax_TK, _E4M3_LARGEST
-    )  # for a Python number CUDA would multiply by its inverse
-    scales_TK = torch.where(absmax_TK > 0, absmax_TK / largest_TK, 1.0)
-    scaled = (wide / scales_TK[..., None]).clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
-    return scaled.to(torch.float8_e4m3fn), scales_TK
-
-
-def from_fp8(codes_TKH: Tensor, scales_TK: Tensor) -> Tensor:
-    """Return codes * scales in fp32."""
-    return codes_TKH.float() * scales_TK[..., None]
 
 
 def split_heads(

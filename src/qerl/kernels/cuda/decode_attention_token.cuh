@@ -1,14 +1,7 @@
 // The key and value of the step's new token: normed, rotated, in the cache's format.
 #pragma once
 #include "decode_attention.cuh"
-
-__device__ __forceinline__ u32 e4m3(float x) {  // round to nearest even, saturate
-  const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude > 0x7F800000u) return 0x7F;
-  if (magnitude >= __float_as_uint(448.f)) return sign | 0x7E;
-  if (magnitude < __float_as_uint(0.015625f)) return sign | __float2int_rn(__uint_as_float(magnitude) * 512.f);
-  return sign | (((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - 960);
-}
+#include "fp8_codes.cuh"
 
 // One head spread over the warp. Lane l has, of each i < PIECES, two neighboring elements at first_at(l + 32 i) and two at
 // second_at(l + 32 i): those that are rotated together (of each two if INTERLEAVED), or else none that are rotated.

@@ -1,6 +1,14 @@
-// E4M3 codes to bfloat16, as head_sample.cu and head_portable.cu read them.
+// E4M3 codes: from fp32, and to bfloat16 as head_sample.cu and head_portable.cu read them.
 #pragma once
 #include "types.cuh"
+
+__device__ __forceinline__ u32 e4m3(float x) {  // round to nearest even, saturate
+  const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return 0x7F;
+  if (magnitude >= __float_as_uint(448.f)) return sign | 0x7E;
+  if (magnitude < __float_as_uint(0.015625f)) return sign | __float2int_rn(__uint_as_float(magnitude) * 512.f);
+  return sign | (((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - 960);
+}
 
 __device__ __forceinline__ u32 times_2_120(u32 x) {  // exact, also for subnormal x
   u32 y;
