@@ -32,7 +32,7 @@ def sources(tmp_path_factory):
     return folder
 
 
-def units_of(sources, lengths, grid, window=None, *, has_few_rows=False):
+def units_of(sources, lengths, grid, window=None, *, has_few_rows=False, halved=0):
     """Return [(row, chunk, head, position, tiles)] of each CTA."""
     most = 2000
     positions = torch.tensor(lengths, dtype=torch.int32) - 1
@@ -42,7 +42,7 @@ def units_of(sources, lengths, grid, window=None, *, has_few_rows=False):
     numbers = 0.0, 1.0, len(lengths), 512, most
     given = struct.pack("13Q2f3i4x", *parts, *numbers)
     defines = {"H": 128, "GROUP": 4, "KV_HEADS": K, "PAGE": 16, "CHUNK": CHUNK, "FP8": 0}
-    defines |= {"FEW_ROWS": int(has_few_rows)}
+    defines |= {"FEW_ROWS": int(has_few_rows), "HALVED": halved}
     if window is not None:
         defines |= {"WINDOW": 1}
         given = struct.pack("13Q2f3iif4xQ", *parts, *numbers, window, 0.0, 0)
@@ -70,26 +70,34 @@ def test_units_of_few_rows_are_the_same(lengths, sources):
     assert_shared_out(units_of(sources, lengths, grid=13, has_few_rows=True), lengths)
 
 
-def assert_shared_out(each, lengths):
+@pytest.mark.parametrize("halved", [1, 300, 512, 4000])
+@pytest.mark.parametrize("lengths", [[1], [0, 300, 301], [512, 513] * 20, ragged(33), ragged(64)])
+def test_rows_that_are_short_have_chunks_of_half_the_length(lengths, halved, sources):
+    assert_shared_out(units_of(sources, lengths, grid=13, halved=halved), lengths, halved)
+
+
+def assert_shared_out(each, lengths, halved=0):
+    chunks = [CHUNK // 2 if 0 < length <= halved else CHUNK for length in lengths]
     expected = [
-        (row, chunk, head, length - 1, -(-min(CHUNK, length - chunk * CHUNK) // 32))
+        (row, chunk, head, length - 1, -(-min(size, length - chunk * size) // 32))
         for chunk in range(64)
-        for row, length in enumerate(lengths)
+        for row, (length, size) in enumerate(zip(lengths, chunks, strict=True))
         for head in range(K)
-        if length > chunk * CHUNK
+        if length > chunk * size
     ]
     assert [each[i % 13][i // 13] for i in range(len(expected))] == expected
     assert sum(map(len, each)) == len(expected)
 
 
-@pytest.mark.parametrize("rows", [30, 40])
-def test_rows_with_a_window_have_the_chunks_that_it_reaches(rows, sources):
+@pytest.mark.parametrize(("rows", "halved"), [(30, 0), (40, 0), (40, 700)])
+def test_rows_with_a_window_have_the_chunks_that_it_reaches(rows, halved, sources):
     lengths, window = ragged(rows), 300
-    each = units_of(sources, lengths, grid=5, window=window, has_few_rows=rows <= 32)
+    each = units_of(sources, lengths, grid=5, window=window, has_few_rows=rows <= 32, halved=halved)
     found = sorted(unit[:3] for cta in each for unit in cta)
     assert found == [
         (row, chunk, head)
         for row, length in enumerate(lengths)
-        for chunk in range(max(length - window, 0) // CHUNK, -(-length // CHUNK))
+        for size in (CHUNK // 2 if length <= halved else CHUNK,)
+        for chunk in range(max(length - window, 0) // size, -(-length // size))
         for head in range(K)
     ]

@@ -8,12 +8,13 @@ Layout of a layer's cache, slot = page * page_tokens + offset in the page:
     k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
     scales    fp32 [num_pages, K, page_tokens]: a token's head is codes * scale, scale = absmax / 448
 
-Each CHUNK of positions, LONG_CHUNK with more than 32 rows, is one unit of work of one warp. The results of a
-row's chunks (largest score, sum and o, in fp32) are added in one order: by the unit of the last chunk, which
-waits for the others, or up to 32 rows by a warp for each 16 elements of H. So a row's bits depend on that row
-alone and on whether there are more than 32 rows (tests/kernels/test_decode_attention.py). Units are ordered
-by chunk, then row: neighboring rows that share pages, such as the samples of a group, read them from memory
-once, then from L2. Rows with position -1 get zeros.
+Each CHUNK of positions, LONG_CHUNK with more than 32 rows (up to 64 rows: half of it in a row of up to HALVED
+positions), is one unit of work of one warp. The results of a row's chunks (largest score, sum and o, in fp32)
+are added in one order: by the unit of the last chunk, which waits for the others, or up to 32 rows by a warp
+for each 16 elements of H. So a row's bits depend on that row alone and on whether there are more than 32 or
+64 rows (tests/kernels/test_decode_attention.py). Units are ordered by chunk, then row: neighboring rows that
+share pages, such as the samples of a group, read them from memory once, then from L2. Rows with position -1
+get zeros.
 
 What attention_options.py lists, a rotation of a head's first elements only or of neighboring elements
 (interleaved), and a gate of each query head are compiled in where they are used. A row with a window has the
@@ -217,6 +218,7 @@ class DecodeAttention:
         )
         defines = self._defines(shape.chunk, variant) | {"STAGES": stages, "CTAS": shape.ctas_per_sm}
         defines |= {"FEW_ROWS": 1} if shape.has_few_rows else {}
+        defines |= {"HALVED": shape.halved} if shape.halved else {}
         name = "decode_attention"
         return compiled(f"{name}.cu", name, self._device, defines, shared_bytes=shared_bytes)
 
@@ -281,7 +283,7 @@ class DecodeAttention:
         kernel = self._kernel(shape, Variant.of(angles.shape[1], options))
         resident = kernel.resident_ctas(_THREADS)
         assert resident > 0
-        most = most_chunks(positions, shape.chunk, options.window)
+        most = most_chunks(positions, shape.chunk, options.window, shape.halved)
         adding = H // 16 if shape.has_few_rows and most > 1 else 1  # CTAs that add up a row's head
         # CTAs wait for one another, so all must run at once
         grid = min(self._num_sms * resident, B * K * max(most, adding))

@@ -29,6 +29,9 @@
 #ifndef FEW_ROWS
 #define FEW_ROWS 0
 #endif
+#ifndef HALVED
+#define HALVED 0
+#endif
 
 #define NT ((GROUP + 7) / 8)               // tiles of 8 query heads
 #define KT (H / 16)                        // tiles of 16 along H
@@ -83,8 +86,13 @@ __device__ __forceinline__ int first_seen(const Parameters& p, int position) {
 #endif
 }
 
+// Positions of a chunk of the row whose newest position this is.
+__device__ __forceinline__ int chunk_of(int position) { return HALVED && position < HALVED ? CHUNK / 2 : CHUNK; }
+
 // A row's position counted from the first chunk that it sees.
-__device__ __forceinline__ int last_place(const Parameters& p, int position) { return position - first_seen(p, position) / CHUNK * CHUNK; }
+__device__ __forceinline__ int last_place(const Parameters& p, int position) {
+  return position - first_seen(p, position) / chunk_of(position) * chunk_of(position);
+}
 
 // One chunk of one row and K/V head. `slot`: lane i has the cache slot of the chunk's position 16 i. `order`: the chunk's place
 // among those that the row sees. `start`: the first position of the chunk that the row sees.
@@ -95,8 +103,8 @@ struct Unit {
 #else
   static constexpr int start = 0;
 #endif
-  __device__ __forceinline__ int length() const { return min(CHUNK, position + 1 - chunk * CHUNK); }
-  __device__ __forceinline__ bool is_last() const { return position - chunk * CHUNK < CHUNK; }
+  __device__ __forceinline__ int length() const { return min(chunk_of(position), position + 1 - chunk * chunk_of(position)); }
+  __device__ __forceinline__ bool is_last() const { return position - chunk * chunk_of(position) < chunk_of(position); }
   __device__ __forceinline__ int first_tile() const { return start / TILE; }
   __device__ __forceinline__ int place() const {
 #if WINDOW

@@ -51,7 +51,7 @@ struct Place {
 };
 
 __device__ __forceinline__ bool has_place(const Parameters& p, const int* positions, int row, int place) {
-  return row < p.rows && last_place(p, positions[row]) >= place * CHUNK;
+  return row < p.rows && last_place(p, positions[row]) >= place * chunk_of(positions[row]);
 }
 
 __device__ __forceinline__ int rows_with(const Parameters& p, const int* positions, int place) {
@@ -93,10 +93,10 @@ __device__ __forceinline__ Unit find_unit(const Parameters& p, const int* positi
   u.position = positions[u.row];
 #if WINDOW
   const int first = first_seen(p, u.position);
-  u.order = u.chunk, u.chunk += first / CHUNK, u.start = u.order ? 0 : first % CHUNK;
+  u.order = u.chunk, u.chunk += first / chunk_of(u.position), u.start = u.order ? 0 : first % chunk_of(u.position);
 #endif
   u.tiles = (u.length() + TILE - 1) / TILE;
-  const int from = u.chunk * CHUNK + (threadIdx.x % SLOTS) * 16;
+  const int from = u.chunk * chunk_of(u.position) + (threadIdx.x % SLOTS) * 16;
   if (threadIdx.x < SLOTS && from <= u.position) u.slot = p.tables[(size_t)u.row * p.table_width + from / PAGE] * PAGE + from % PAGE;
   return u;
 }
