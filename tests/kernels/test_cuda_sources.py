@@ -11,6 +11,7 @@ from qerl.kernels.portable_shrink import MAKES_U
 
 CUDA = resources.files("qerl.kernels") / "cuda"
 DECODE = {"MT": 8, "WG": 1, "KB": 128, "STAGES": 4, "CTAS": 1, "GROUP": 4, "U_WORDS": 49152}
+WIDE = DECODE | {"WG": 2, "STAGES": 3, "RANK": 32, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 1}
 ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
 DELTA = {"KEY_HEADS": 2, "GROUP": 2}
 HEAD = {"MT": 32, "WR": 2, "WM": 1, "KB": 128, "STAGES": 2, "CTAS": 1, "WIDTH": 1024}
@@ -47,6 +48,7 @@ CONFIGURATIONS = (
     ("moe_route.cu", {"E": 128, "CHOSEN": 8, "OVER_ALL": 1, "MT": 16}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 0, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 0}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 1, "GIVEN_U": 0}),
+    *(("nvfp4_decode.cu", WIDE | {"MT": width}) for width in (40, 56, 80, 112)),
     *(("tile_unpack.cu", {"FORMAT": format}) for format in range(4)),
     ("tile_unpack.cu", {"FORMAT": 0, "FACTORS": 1}),
     *(("portable_product.cu", PORTABLE | {"SWIGLU": s, "FORMAT": f}) for f in range(4) for s in (0, 1)),

@@ -7,6 +7,7 @@ import torch
 from conftest import rms_error
 from qerl.formats import e2m1
 from qerl.kernels import nvfp4_decode as op
+from qerl.kernels.nvfp4_tile import TOKEN_TILES
 
 POSITIVE_SCALES = torch.arange(1, 127, dtype=torch.uint8)  # every E4M3 byte but 0, NaN and the negative ones
 
@@ -170,6 +171,25 @@ def test_a_tile_shared_by_many_is_right_and_bitwise_repeatable(M, N, K, kernels_
     for _ in range(50):
         again = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0), residual_MN=residual)
         assert torch.equal(again, got)
+    assert_is_clean(kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", TOKEN_TILES)
+@pytest.mark.parametrize(("N", "K", "splits"), [(1152, 8192, False), (832, 41216, True)])
+def test_a_tile_of_any_width_may_be_shared(width, N, K, splits, kernels_of, rng):
+    """By 8 or 10 CTAs, whose sums are added by one of them or by all."""
+    tile, M = op.Tile(width, 2, 128, 3, 1), 2 * width - 3
+    assert tile.splits_sums(M, N, K, num_sms=132) == (splits and width >= 48)
+    codes, scales, x, alpha, a, b = case(M, N, K, 32, rng)
+    residual = torch.randn(M, N).cuda()
+    tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
+    kernels = kernels_of(tile)
+    got = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0), residual_MN=residual)
+    exact, plain_u = low_ranks(x, a)
+    truth = op.reference(x, codes, scales, alpha, exact, b, None, residual)
+    plain = torch_path(codes, scales, x, alpha, plain_u, b, None, residual)
+    assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
     assert_is_clean(kernels)
 
 

@@ -18,9 +18,10 @@ MAX_TOKENS = 256
 TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
 MOST_TOKENS = (32, 48, 64, 96, 128, 192, 256)
 """The token bounds of the choices for one (N, K)."""
+TOKEN_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+"""Tokens of a tile."""
 
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
-_TOKEN_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 _K_BLOCKS = (512, 256, 192, 128, 64)
 _SLICE_K = 256  # k per partial sum of the adapter's u, if a stage has that many
 _MOST_STAGES = 16
@@ -94,7 +95,7 @@ class Choice:
 
     def tile(self, M: int, K: int) -> Tile | None:
         """Return the tile with as many stages as fit, or None if not even two do."""
-        tokens = next(width for width in _TOKEN_TILES if width * self.token_tiles >= M)
+        tokens = next(width for width in TOKEN_TILES if width * self.token_tiles >= M)
         k_block = next(k for k in _K_BLOCKS if k <= self.k_block and K % k == 0)
         stage_bytes = Tile(tokens, self.warpgroups, k_block, 1, self.ctas_per_sm).stage_bytes + 16
         stages = min((_SHARED_BYTES // self.ctas_per_sm - 2048) // stage_bytes, _MOST_STAGES)

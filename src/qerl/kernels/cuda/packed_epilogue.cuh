@@ -28,6 +28,9 @@ __device__ __forceinline__ void store_if(bool condition, void* p, u32 v) {
 __device__ __forceinline__ void store_if(bool condition, void* p, float v) { store_if(condition, p, __float_as_uint(v)); }
 #endif
 
+// Of so many token groups, those that are loaded together: a divisor, at most 8.
+__device__ constexpr int together(int count) { return count % 8 == 0 ? 8 : count > 8 ? count / 2 : count; }
+
 #if RANK > 0
 // The first attempt may hit in L1, where other warps' loads left words; later attempts (load_relaxed) bypass it.
 __device__ __forceinline__ void load_cached(const u32* p, u32 (&v)[4]) {
@@ -94,7 +97,8 @@ struct Epilogue {
 // Add u B^T, after waiting for u. A thread loads neighboring k of both operands at once: both use the same order of k.
 template <int COUNT>
 __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
-  constexpr int WORDS = sizeof(Words) / 4, TOKENS = COUNT % 8 == 0 ? 8 : COUNT > 8 ? COUNT / 2 : COUNT, PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
+  constexpr int WORDS = sizeof(Words) / 4, TOKENS = together(COUNT), PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
+  static_assert(COUNT % TOKENS == 0);
 #if SWIGLU
   const int width = 2 * RANK, offset = 0;
 #else
@@ -130,7 +134,8 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 // y = sums + residual, both fp32. Each lane handles its own numbers; those of the eight g are neighbors in a sector.
 template <int COUNT>
 __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
-  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT > 8 ? COUNT / 2 : COUNT;  // token groups whose loads are in flight together
+  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : together(COUNT);  // token groups whose loads are in flight together
+  static_assert(COUNT % STEP == 0);
 #pragma unroll
   for (int n0 = 0; n0 < COUNT; n0 += STEP) {
     float r[STEP][4];
@@ -207,7 +212,8 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 // Add the sums of the CTAs that share this tile's k, in the order of k, waiting for each.
 template <int TILES>
 __device__ __forceinline__ void add_partials(float (&acc)[TILES][4], u32* slot, u32 stride, int count) {
-  constexpr int CHUNK = TILES % 8 ? (TILES > 8 ? 6 : TILES) : 8, BATCH = TILES >= 8 ? 1 : 8 / TILES;  // about 8 loads in flight
+  constexpr int CHUNK = together(TILES), BATCH = TILES >= 8 ? 1 : 8 / TILES;  // about 8 loads in flight
+  static_assert(TILES % CHUNK == 0);
 #pragma unroll 1
   for (int p0 = 0; p0 < count; p0 += BATCH) {
 #pragma unroll
