@@ -48,7 +48,7 @@ CONFIGURATIONS = (
     ("moe_route.cu", {"E": 128, "CHOSEN": 8, "OVER_ALL": 1, "MT": 16}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 0, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 0}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 1, "GIVEN_U": 0}),
-    *(("nvfp4_decode.cu", WIDE | {"MT": width}) for width in (40, 56, 80, 112)),
+    *(("nvfp4_decode.cu", WIDE | {"MT": width}) for width in range(40, 129, 8)),
     *(("tile_unpack.cu", {"FORMAT": format}) for format in range(4)),
     ("tile_unpack.cu", {"FORMAT": 0, "FACTORS": 1}),
     *(("portable_product.cu", PORTABLE | {"SWIGLU": s, "FORMAT": f}) for f in range(4) for s in (0, 1)),

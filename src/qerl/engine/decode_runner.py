@@ -30,7 +30,7 @@ from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.nvrtc import KernelVariant, dry_run
 
 _BATCH = "tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "states_B"
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+BUCKETS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 
 
 def bucket_of(num_rows: int, max_rows: int) -> int:

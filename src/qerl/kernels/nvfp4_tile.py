@@ -18,7 +18,7 @@ MAX_TOKENS = 256
 TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
 MOST_TOKENS = (32, 48, 64, 96, 128, 192, 256)
 """The token bounds of the choices for one (N, K)."""
-TOKEN_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+TOKEN_TILES = tuple(range(8, 129, 8))
 """Tokens of a tile."""
 
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own

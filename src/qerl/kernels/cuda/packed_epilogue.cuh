@@ -28,8 +28,8 @@ __device__ __forceinline__ void store_if(bool condition, void* p, u32 v) {
 __device__ __forceinline__ void store_if(bool condition, void* p, float v) { store_if(condition, p, __float_as_uint(v)); }
 #endif
 
-// Of so many token groups, those that are loaded together: a divisor, at most 8.
-__device__ constexpr int together(int count) { return count % 8 == 0 ? 8 : count > 8 ? count / 2 : count; }
+// Of so many token groups, at most 16, those that are loaded together; the last are fewer if this is no divisor.
+__device__ constexpr int together(int count) { return count > 8 ? (count + 1) / 2 : count; }
 
 #if RANK > 0
 // The first attempt may hit in L1, where other warps' loads left words; later attempts (load_relaxed) bypass it.
@@ -43,29 +43,35 @@ struct __align__(RANK % 32 == 0 ? 16 : 8) Words {
   u32 at[RANK % 32 == 0 ? 4 : 2];
 };
 
-// Wait for u of every eighth token from m on, of PARTS adapters side by side. Past the last token u is the last token's, or zeros.
+// Wait for u of every eighth token from m on, of PARTS adapters side by side. Past the last token u is the last token's, or zeros. Only
+// the first `count` tokens are loaded.
 template <int PARTS, int COUNT>
-__device__ __forceinline__ void wait_u(const u32* from, int width, int m, int M, Words (&u)[PARTS][COUNT]) {
+__device__ __forceinline__ void wait_u(const u32* from, int width, int m, int M, int count, Words (&u)[PARTS][COUNT]) {
   const u32* at[COUNT];
 #pragma unroll
   for (int n = 0; n < COUNT; n++) at[n] = GIVEN_U ? from + min(m + n * 8, M - 1) * width / 2 : from + m * width / 2 + n * 4 * width;
   bool missing = false;
 #pragma unroll
   for (int i = 0; i < PARTS * COUNT; i++)
+    if (i % COUNT < count) {
 #if EARLY_LOADS && GIVEN_U
-    load_early(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
-  return;
+      load_early(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
 #else
-    load_cached(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
+      load_cached(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
+#endif
+    }
+#if EARLY_LOADS && GIVEN_U
+  return;
 #endif
 #pragma unroll
-  for (int i = 0; i < PARTS * COUNT; i++) missing |= is_missing(u[i / COUNT][i % COUNT].at);
+  for (int i = 0; i < PARTS * COUNT; i++) missing |= i % COUNT < count && is_missing(u[i / COUNT][i % COUNT].at);
   while (!GIVEN_U && missing) {
     missing = false;
 #pragma unroll
-    for (int i = 0; i < PARTS * COUNT; i++) load_relaxed(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
+    for (int i = 0; i < PARTS * COUNT; i++)
+      if (i % COUNT < count) load_relaxed(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
 #pragma unroll
-    for (int i = 0; i < PARTS * COUNT; i++) missing |= is_missing(u[i / COUNT][i % COUNT].at);
+    for (int i = 0; i < PARTS * COUNT; i++) missing |= i % COUNT < count && is_missing(u[i / COUNT][i % COUNT].at);
   }
   __syncwarp();
 }
@@ -98,7 +104,6 @@ struct Epilogue {
 template <int COUNT>
 __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
   constexpr int WORDS = sizeof(Words) / 4, TOKENS = together(COUNT), PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
-  static_assert(COUNT % TOKENS == 0);
 #if SWIGLU
   const int width = 2 * RANK, offset = 0;
 #else
@@ -113,11 +118,11 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 #pragma unroll
       for (int n0 = 0; n0 < COUNT; n0 += TOKENS) {
         Words um[PARTS][TOKENS];
-        wait_u(u + (offset + part0 * RANK + k) / 2 + WORDS * t, width, m0 + n0 * 8 + g, e.M, um);
+        wait_u(u + (offset + part0 * RANK + k) / 2 + WORDS * t, width, m0 + n0 * 8 + g, e.M, min(TOKENS, COUNT - n0), um);
 #pragma unroll
         for (int part = part0; part < part0 + PARTS; part++)
 #pragma unroll
-          for (int n = 0; n < TOKENS; n++)
+          for (int n = 0; n < min(TOKENS, COUNT - n0); n++)
 #pragma unroll
             for (int i = 0; i < WORDS; i += 2) {
               const u32* v = um[part - part0][n].at + i;
@@ -135,14 +140,13 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 template <int COUNT>
 __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
   constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : together(COUNT);  // token groups whose loads are in flight together
-  static_assert(COUNT % STEP == 0);
 #pragma unroll
   for (int n0 = 0; n0 < COUNT; n0 += STEP) {
     float r[STEP][4];
     const int first = m0 + n0 * 8 + 2 * t;
     const size_t at = (size_t)first * e.N + row0 + g;
 #pragma unroll
-    for (int n = 0; n < STEP; n++)
+    for (int n = 0; n < min(STEP, COUNT - n0); n++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #if EARLY_LOADS
@@ -151,7 +155,7 @@ __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const
         r[n][i] = first + n * 8 + i % 2 < e.M ? e.residual[at + (n * 8 + i % 2) * e.N + i / 2 * 8] : 0.f;
 #endif
 #pragma unroll
-    for (int n = 0; n < STEP; n++)
+    for (int n = 0; n < min(STEP, COUNT - n0); n++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #if EARLY_LOADS
@@ -213,7 +217,6 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 template <int TILES>
 __device__ __forceinline__ void add_partials(float (&acc)[TILES][4], u32* slot, u32 stride, int count) {
   constexpr int CHUNK = together(TILES), BATCH = TILES >= 8 ? 1 : 8 / TILES;  // about 8 loads in flight
-  static_assert(TILES % CHUNK == 0);
 #pragma unroll 1
   for (int p0 = 0; p0 < count; p0 += BATCH) {
 #pragma unroll
@@ -225,15 +228,15 @@ __device__ __forceinline__ void add_partials(float (&acc)[TILES][4], u32* slot, 
 #pragma unroll
         for (int p = 0; p < BATCH; p++)
 #pragma unroll
-          for (int n = 0; n < CHUNK; n++) load_relaxed(slot + min(p0 + p, count - 1) * stride + (n0 + n) * 128, v[p][n]);
+          for (int n = 0; n < min(CHUNK, TILES - n0); n++) load_relaxed(slot + min(p0 + p, count - 1) * stride + (n0 + n) * 128, v[p][n]);
 #pragma unroll
-        for (int i = 0; i < BATCH * CHUNK; i++) missing |= is_missing(v[i / CHUNK][i % CHUNK]);
+        for (int i = 0; i < BATCH * CHUNK; i++) missing |= n0 + i % CHUNK < TILES && is_missing(v[i / CHUNK][i % CHUNK]);
       } while (missing);
 #pragma unroll
       for (int p = 0; p < BATCH; p++) {
         if (p0 + p < count) {
 #pragma unroll
-          for (int n = 0; n < CHUNK; n++) take_partial(slot + (p0 + p) * stride + (n0 + n) * 128, v[p][n], acc[n0 + n]);
+          for (int n = 0; n < min(CHUNK, TILES - n0); n++) take_partial(slot + (p0 + p) * stride + (n0 + n) * 128, v[p][n], acc[n0 + n]);
         }
       }
     }
