@@ -224,7 +224,7 @@ def test_many_rows_have_longer_chunks(kv_dtype, made, rng):
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_some_rows_have_half_of_them_while_they_are_short(kv_dtype, made, rng):
     half, kernel = LONG_CHUNK // 2, made(28, 4, 128, 16, kv_dtype, rows=72)
-    lengths = (*RAGGED, *(n * half + more for n in range(1, 9) for more in (-1, 0, 1, 2)), 0, 600, 1040)
+    lengths = (*RAGGED, *(n * half + more for n in range(1, 8) for more in (-1, 0, 1, 2)), 0, 600, 1040)
     case, B = step((*lengths, *[0] * 20), 28, 4, 128, rng, kv_dtype=kv_dtype), len(lengths)
     whole = check(kernel, case)[:B]
     state = dataclasses.replace(

@@ -64,14 +64,14 @@ __device__ __forceinline__ void wait_u(const u32* from, int width, int m, int M,
   return;
 #endif
 #pragma unroll
-  for (int i = 0; i < PARTS * COUNT; i++) missing |= i % COUNT < count && is_missing(u[i / COUNT][i % COUNT].at);
+  for (int i = 0; i < PARTS * COUNT; i++) if (i % COUNT < count) missing |= is_missing(u[i / COUNT][i % COUNT].at);
   while (!GIVEN_U && missing) {
     missing = false;
 #pragma unroll
     for (int i = 0; i < PARTS * COUNT; i++)
       if (i % COUNT < count) load_relaxed(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
 #pragma unroll
-    for (int i = 0; i < PARTS * COUNT; i++) missing |= i % COUNT < count && is_missing(u[i / COUNT][i % COUNT].at);
+    for (int i = 0; i < PARTS * COUNT; i++) if (i % COUNT < count) missing |= is_missing(u[i / COUNT][i % COUNT].at);
   }
   __syncwarp();
 }
