@@ -26,6 +26,8 @@ HALF, SAMPLING = torch.bfloat16, Sampling(max_tokens=64, temperature=1.0)
 SIZES = {"num_layers": 2, "width": 128, "num_heads": 2, "num_kv_heads": 1, "ff_width": 192}
 DENSE = dataclasses.replace(shape("qwen2.5-7b"), **SIZES, head_size=64, vocab_size=1024)
 
+HYBRID = shape("qwen3.5-9b")
+
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
@@ -106,7 +108,7 @@ def test_a_run_plans_the_kernels_of_each_graph_then_those_of_prefill_and_update(
 
 def test_the_passes_of_a_hybrid_are_planned():
     """Those of its recurrence, and the backward pass of its norms, which are not the first layer's."""
-    a = shape("qwen3.5-9b")
+    a = HYBRID
     outline = outlined_decoder(a, format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig(rank=32))
     planned = pass_kernels(outline, chunk_tokens=64)
     assert a.delta is not None and len(set(planned)) == len(planned)
@@ -114,6 +116,16 @@ def test_the_passes_of_a_hybrid_are_planned():
         v.name for v in planned
     }
     assert {128, 256, 4096} == {dict(v.defines)["WIDTH"] for v in planned if v.name == "rms_norm_backward"}
+
+
+@pytest.mark.parametrize(
+    ("a", "kv", "sizes"), [(DENSE, "bf16", []), (DENSE, "fp8", [64]), (HYBRID, "fp8", [256])]
+)
+def test_what_writes_a_prefills_fp8_pages_is_planned(a, kv, sizes):
+    outline = outlined_decoder(a, format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig(rank=32))
+    config = EngineConfig(max_num_seqs=8, kv_cache_dtype=kv)
+    planned = planned_kernels(outline, config, SAMPLING, "hopper", num_positions=300)
+    assert [dict(each.defines)["H"] for each in planned if each.name == "write_fp8"] == sizes
 
 
 def test_without_a_gpu_nothing_is_compiled_while_loading(monkeypatch):
