@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _MIN_SECRET = 6  # characters; shorter values are ordinary words
@@ -57,6 +58,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean a or b?" with the closest known names, or "" if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def did_you_mean_folder(path: Path) -> str:
+    """Do the same with a folder beside the path or, if its parent is none, of its name beside the parent."""
+    wrong, rest = (path, ()) if path.parent.is_dir() else (path.parent, (path.name,))
+    try:
+        near = [each.name for each in wrong.parent.iterdir() if each.joinpath(*rest).is_dir()]
+    except OSError:
+        return ""
+    matches = difflib.get_close_matches(wrong.name, near, n=1)
+    return f"; did you mean {wrong.with_name(matches[0]).joinpath(*rest)}?" if matches else ""
 
 
 def redact(text: str) -> str:

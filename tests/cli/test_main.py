@@ -194,6 +194,7 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["plan", "qwen2.5-7b", "--gpu-gb", "nan"], ["gpu_gb must be finite, got nan"]),
         (["study", "growth"], ["python -m studies run", "checkout"]),
         (["plan", "qwen2.5-8b", "--gpu-gb", "24"], ["qwen2.5-8b", "did you mean qwen2.5-7b"]),
+        (["plan", "qwen2.5-8b"], ["qwen2.5-8b", "did you mean qwen2.5-7b"]),
         (
             ["bench", "decode", "--shape", "qwen2.5-8b"],
             ["unknown shape qwen2.5-8b", "did you mean qwen2.5-7b"],

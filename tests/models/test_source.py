@@ -88,6 +88,17 @@ def test_what_the_hub_says_becomes_one_line(hub):
     )
 
 
+def test_a_folder_that_is_near_is_named(tmp_path, hub, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/demo", "runs/other", "docs"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs" / "demos").touch()
+    for path in ("run/demo", "runs/dmo", "./runs/dem"):
+        assert refusal(path).endswith("; did you mean runs/demo?"), path
+    for path in ("org/model", "a/b/c", "/no/such/folder", ""):
+        assert "did you mean" not in refusal(path), path
+
+
 def test_a_hub_model_without_safetensors_is_refused(tmp_path, hub):
     (tmp_path / "config.json").write_text("{}")
     hub.answer = str(tmp_path)

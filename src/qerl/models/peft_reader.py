@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl.config import AdapterConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, did_you_mean_folder
 from qerl.models.model_folder import read_json
 from qerl.models.peft_experts import experts_of_settings, without_experts
 from qerl.models.peft_names import check_patterns, decoder_targets
@@ -85,7 +85,9 @@ def adapter_config(path: str) -> AdapterConfig:
 def _read_settings(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json; raise UserError if it is not plain LoRA."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the folder of an adapter or a run")
+        raise UserError(
+            f"{folder}: no such folder; give the folder of an adapter or a run" + did_you_mean_folder(folder)
+        )
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder}: is not a PEFT adapter: {ADAPTER_CONFIG} is missing")
     if not (folder / ADAPTER).is_file():

@@ -25,7 +25,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
 from qerl.config.cache import cache_folder
-from qerl.errors import UserError
+from qerl.errors import UserError, did_you_mean_folder
 from qerl.formats import PackedWeight
 from qerl.models.gguf_file import GgufFile
 from qerl.models.layouts import with_layout
@@ -127,6 +127,7 @@ def locate(path: str) -> ModelSource:
         return ModelSource(check_folder(_from_hub(path)))
     raise UserError(
         f"{path}: no such folder or file, not a hub id (owner/name), and not the built-in {BUILT_IN}"
+        + did_you_mean_folder(local)
     )
 
 
@@ -145,6 +146,7 @@ def _from_hub(hub_id: str) -> Path:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).removeprefix("Got: ")
         raise UserError(
             f"{hub_id}: no such folder, and it cannot be downloaded from the hub: {reason}"
+            + did_you_mean_folder(Path(hub_id))
         ) from error
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl.errors import UserError
+from qerl.errors import UserError, did_you_mean_folder
 from qerl.tracking.atomic_file import read_object
 from qerl.tracking.json_lines import damage_notice, decode
 from qerl.tracking.sample_files import DAMAGE, MAX_LINE_BYTES, open_samples, sample_files, sample_lines
@@ -119,8 +119,9 @@ def is_run(folder: Path) -> bool:
 
 def check_folder(folder: Path) -> None:
     if not is_run(folder):
-        lacks = "has no metrics.jsonl, so it is not the folder of a run"
-        raise UserError(f"{folder}: {lacks if folder.exists() else 'no such folder'}")
+        if not folder.exists():
+            raise UserError(f"{folder}: no such folder{did_you_mean_folder(folder)}")
+        raise UserError(f"{folder}: has no metrics.jsonl, so it is not the folder of a run")
 
 
 def select_steps(steps: list[int], num_selected: int) -> list[int]:
