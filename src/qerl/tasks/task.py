@@ -162,7 +162,8 @@ def build_task(
     if num_rows == 0 or (held_out_rows is None and len(held_out) < config.num_held_out):
         raise UserError(
             f"task.num_held_out is {config.num_held_out}: {rows.name} has"
-            f" {rows.num_rows} row{'s' * (rows.num_rows != 1)} ({num_dropped} longer than {max_prompt_tokens} tokens, {len(renderers[0].faults)} unusable),"
+            f" {rows.num_rows} row{'s' * (rows.num_rows != 1)} ({num_dropped} longer than"
+            f" {max_prompt_tokens} tokens, {len(renderers[0].faults)} unusable),"
             " which leaves none to train on: lower task.num_held_out, or give more rows"
         )
     return Task(
