@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from qerl.kernels.add_rows import add_rows
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.flash_attention import SequenceEnds, flash_attention, is_for_flash
 from qerl.kernels.gpu_memory import sent
@@ -323,8 +324,8 @@ def _attend_backward(
         ds_bLS = (ds_bLS if slope_bLS is None else ds_bLS.mul_(slope_bLS)).to(dtype)
         dq_slots[block.slots] = _heads_last(torch.bmm(ds_bLS, k_bSH), B, q_TNH.shape[1])
         dk_bSH = torch.bmm(ds_bLS.transpose(1, 2), q_bLH)
-        _add_rows(dk_TKH, rows, _heads_last(dk_bSH, B, K).float())
-        _add_rows(dv_TKH, rows, _heads_last(dv_bSH, B, K).float())
+        add_rows(dk_TKH, rows, _heads_last(dk_bSH, B, K).float())
+        add_rows(dv_TKH, rows, _heads_last(dv_bSH, B, K).float())
     return dq_slots.index_select(0, layout.slots_T), dk_TKH.to(dtype), dv_TKH.to(dtype)
 
 
@@ -347,14 +348,6 @@ def _to_slots(x_TNH: Tensor, layout: PackedLayout) -> Tensor:
 def _rows(x_RKH: Tensor, block: _Block) -> Tensor:
     """Return the block's keys or values, [B * S, K, H]."""
     return x_RKH.index_select(0, block.key_rows_BS.flatten())
-
-
-def _add_rows(sum_TKH: Tensor, rows: Tensor, x: Tensor) -> None:
-    """Add x to the given rows in a fixed order; index_add_ on CUDA has none."""
-    if x.is_cuda:
-        sum_TKH.index_put_((rows,), x, accumulate=True)
-    else:
-        sum_TKH.index_add_(0, rows, x)
 
 
 def _heads_first(x_rows: Tensor, B: int, K: int) -> Tensor:

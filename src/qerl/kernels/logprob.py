@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import row_kernel
+from qerl.kernels.add_rows import add_rows
 from qerl.kernels.head_operand import HeadOperand, PackedOperand, operand_rows, slices_of
 from qerl.kernels.matmul_fp32 import add_product, product
 from qerl.kernels.nvrtc import addresses
@@ -326,7 +327,7 @@ def scatter_rows(
     d_TD = torch.zeros(shape, dtype=torch.float32, device=slope_CD.device)
     for start in range(0, len(rows_C), chunk_tokens):
         some = slice(start, start + chunk_tokens)
-        d_TD.index_put_((rows_C[some],), slope_CD[some] * grad_C[some, None], accumulate=True)
+        add_rows(d_TD, rows_C[some], slope_CD[some] * grad_C[some, None])
     return d_TD
 
 
