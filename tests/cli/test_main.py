@@ -195,6 +195,12 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["study", "growth"], ["python -m studies run", "checkout"]),
         (["plan", "qwen2.5-8b", "--gpu-gb", "24"], ["qwen2.5-8b", "did you mean qwen2.5-7b"]),
         (["plan", "qwen2.5-8b"], ["qwen2.5-8b", "did you mean qwen2.5-7b"]),
+        (["plan", "dmeo"], ["dmeo", "did you mean demo"]),
+        (["plan", "qwen2.5-7b", "--gpu-gb", "a"], ["--gpu-gb must be a number or None, got 'a'"]),
+        (
+            ["train", "--task", "rows.txt", "--reward", "numeric"],
+            ["rows.txt: no such file; a file of rows ends in"],
+        ),
         (
             ["bench", "decode", "--shape", "qwen2.5-8b"],
             ["unknown shape qwen2.5-8b", "did you mean qwen2.5-7b"],

@@ -244,7 +244,7 @@ def test_a_reward_that_cannot_be_had_is_refused_in_one_line(tmp_path):
     assert "ModuleNotFoundError" in refused("no_such_module:judge")
     assert refused(f"{tmp_path}/other.py:judge").endswith("other.py:judge: no such file")
     assert "did you mean judge" in refused(f"{path}:juge")
-    assert "number is a int, not a function" in refused(f"{path}:number")
+    assert "number is of type int, not a function" in refused(f"{path}:number")
     path.write_text("raise SystemExit('stop\\nnow')\n")
     assert "cannot import" in refused(f"{path}:judge") and "SystemExit: stop" in refused(f"{path}:judge")
     path.write_text("def judge(:\n")

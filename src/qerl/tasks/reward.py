@@ -366,7 +366,7 @@ def imported(name: str, field: str) -> Callable[..., Any]:
         hint = did_you_mean(attribute, vars(module))
         raise UserError(f"{field} {name}: {module_name} has no {attribute!r}{hint}")
     if not callable(function):
-        raise UserError(f"{field} {name}: {attribute} is a {type(function).__name__}, not a function")
+        raise UserError(f"{field} {name}: {attribute} is of type {type(function).__name__}, not a function")
     return function
 
 

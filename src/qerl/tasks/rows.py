@@ -77,8 +77,9 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
         has_held_out = held_out.suffix in _READERS
         rows = _read_file("name", path, config)
         return rows, _read_file("held_out_split", held_out, config) if has_held_out else None
-    if path.is_file():
-        raise UserError(f"task.name {config.name}: a file of rows ends in {', '.join(_READERS)}")
+    if path.is_file() or (path.suffix and path.name == config.name):  # the id of a data set has an owner
+        lacks = "" if path.is_file() else "no such file; "
+        raise UserError(f"task.name {config.name}: {lacks}a file of rows ends in {', '.join(_READERS)}")
     return _splits(config, lambda split: _hub(config.name, split, config.prompt_column))
 
 

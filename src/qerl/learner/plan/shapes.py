@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from qerl.config import ModelConfig
+from qerl.config.recipes import RECIPES
 from qerl.errors import UserError, did_you_mean
 from qerl.models.architecture import Architecture
 from qerl.models.random_weights import SHAPES, shape_of_hub_id
@@ -19,7 +20,7 @@ def read_architecture(model: str, backend: Literal["auto", "qerl", "transformers
     from qerl.models.state_dict import architecture_of  # a named shape needs no file readers
 
     if "/" not in model and model != BUILT_IN and not Path(model).exists():
-        hint = did_you_mean(model, SHAPES) or f"; there are {', '.join(SHAPES)}"
+        hint = did_you_mean(model, (*RECIPES, *SHAPES)) or f"; there are {', '.join(SHAPES)}"
         raise UserError(f"{model}: no folder, file or hub id, and no shape{hint}")
     if backend_of(ModelConfig(path=model, backend=backend)) == "transformers":
         raise UserError(
