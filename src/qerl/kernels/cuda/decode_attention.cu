@@ -16,9 +16,10 @@
 // multiplied by 2^10: of a head of values the largest may be from 1e-4 to 28,000.
 //
 // Compile-time: H head size, GROUP query heads per K/V head, KV_HEADS, PAGE positions per page, CHUNK, FP8, STAGES, CTAS per
-// multiprocessor. If given: FEW_ROWS (1: at most 32 rows); HALVED: rows of up to so many
-// positions have chunks of CHUNK / 2; ROTARY elements of a head that are rotated, 0 or a multiple of 32; INTERLEAVED (1: elements 2 j and
-// 2 j + 1 are rotated together, not j and j + ROTARY / 2); WINDOW, SOFTCAP, SINKS, GATED (1: there is one). A window skips whole chunks, tiles and groups of 16 positions, and masks what is left before it.
+// multiprocessor. If given: FEW_ROWS (1: at most 32 rows); HALVED: rows of up to so many positions have chunks of CHUNK / 2; ROTARY
+// elements of a head that are rotated, 0 or a multiple of 32; INTERLEAVED (1: elements 2 j and 2 j + 1 are rotated together, not j and
+// j + ROTARY / 2); WINDOW, SOFTCAP, SINKS, GATED (1: there is one). A window skips whole chunks, tiles and groups of 16 positions, and
+// masks what is left before it.
 #include "decode_attention_chunks.cuh"
 #include "decode_attention_query.cuh"
 #include "decode_attention_rows.cuh"

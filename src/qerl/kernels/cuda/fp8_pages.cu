@@ -1,6 +1,7 @@
 // Round keys and values to E4M3 with a scale for each token and head, and write both to pages of the KV cache (fp8_pages.py).
 //
-// A warp has one head of one token in registers. Compile-time: H, 64, 128 or 256; PAGE tokens; KV_HEADS.
+// A warp has one head of one token in registers. The next kernel is not let start early: decode attention reads pages before it waits.
+// Compile-time: H, 64, 128 or 256; PAGE tokens; KV_HEADS.
 #include "bfloat16.cuh"
 #include "fp8_codes.cuh"
 #include "launch.cuh"
@@ -25,7 +26,6 @@ __device__ __forceinline__ float value_of(u32 code) {
 }
 
 extern "C" __global__ void __launch_bounds__(128) write_fp8(const __grid_constant__ Operands o) {
-  launch_dependents();
   grid_dependency_wait();
   const int lane = threadIdx.x % 32, unit = blockIdx.x * 4 + threadIdx.x / 32;
   if (unit >= o.tokens * KV_HEADS * 2) return;
