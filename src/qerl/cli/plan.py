@@ -56,10 +56,10 @@ def run(arguments: list[str]) -> None:
     options = parse_options(PlanOptions, arguments, f"plan {names[0]}", default, DESCRIPTION)
     announce(f"plan {names[0]}: {options.run.model.format}", sys.stderr)
     from qerl.learner.plan.report import format_plan
-    from qerl.learner.plan.shapes import read_architecture
+    from qerl.learner.plan.shapes import check_name
 
     model = options.run.model.path if names[0] in RECIPES else names[0]
-    read_architecture(model, options.run.model.backend)  # so that a wrong name is told before a missing GPU
+    check_name(model)  # so that a wrong one is told before a missing GPU
     gpu, gpu_gb = _gpu(options)
     lengths = {"prompt_tokens": options.prompt_tokens, "mean_tokens": options.mean_tokens}
     text, fits = format_plan(model, options.run, gpu=gpu, gpu_gb=gpu_gb, **lengths)

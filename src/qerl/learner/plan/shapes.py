@@ -10,18 +10,27 @@ from qerl.models.architecture import Architecture
 from qerl.models.random_weights import SHAPES, shape_of_hub_id
 
 
+def check_name(model: str) -> None:
+    """Raise UserError for what can be neither a shape nor a model; nothing is read or downloaded."""
+    if "/" in model or _named_shape(model) is not None or Path(model).exists():
+        return
+    from qerl.models.source import BUILT_IN  # a named shape needs no file readers
+
+    if model != BUILT_IN:
+        hint = did_you_mean(model, (*RECIPES, *SHAPES)) or f"; there are {', '.join(SHAPES)}"
+        raise UserError(f"{model}: no folder, file or hub id, and no shape{hint}")
+
+
 def read_architecture(model: str, backend: Literal["auto", "qerl", "transformers"] = "auto") -> Architecture:
     """Return the architecture of a named shape, of a hub id of one, or of a checkpoint, of which only the
     config is read. A folder of the same name comes before the hub id."""
     if (named := _named_shape(model)) is not None:
         return named
     from qerl.models.backend import backend_of
-    from qerl.models.source import BUILT_IN, locate
+    from qerl.models.source import locate
     from qerl.models.state_dict import architecture_of  # a named shape needs no file readers
 
-    if "/" not in model and model != BUILT_IN and not Path(model).exists():
-        hint = did_you_mean(model, (*RECIPES, *SHAPES)) or f"; there are {', '.join(SHAPES)}"
-        raise UserError(f"{model}: no folder, file or hub id, and no shape{hint}")
+    check_name(model)
     if backend_of(ModelConfig(path=model, backend=backend)) == "transformers":
         raise UserError(
             f"{model}: plan covers the package's own decoder; transformers' code runs this model,"
