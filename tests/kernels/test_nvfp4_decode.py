@@ -153,25 +153,28 @@ def assert_is_clean(kernels):
     assert (kernels.workspace == -1).all() and (kernels.partials == -1).all()
 
 
+def check_sums(kernels, M, N, K, rng, num_repeats=0):
+    """The product with an adapter and a residual against float64, and its bits again."""
+    codes, scales, x, alpha, a, b = case(M, N, K, 32, rng)
+    residual = torch.randn(M, N).cuda()
+    operands = x, op.pack(codes, scales), op.row_factors(alpha, N)
+    rest = {"adapter": op.PackedAdapter(a, b, 1.0), "residual_MN": residual}
+    got = kernels.linear(*operands, **rest)
+    exact, plain_u = low_ranks(x, a)
+    truth = op.reference(x, codes, scales, alpha, exact, b, None, residual)
+    plain = torch_path(codes, scales, x, alpha, plain_u, b, None, residual)
+    assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
+    assert all(torch.equal(kernels.linear(*operands, **rest), got) for _ in range(num_repeats))
+    assert_is_clean(kernels)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "N", "K"), [(64, 832, 41216), (100, 3584, 9728), (128, 3584, 18944)])
 def test_a_tile_shared_by_many_is_right_and_bitwise_repeatable(M, N, K, kernels_of, rng):
     """From 4 to 20 CTAs add up a tile together; 832 rows end in half a tile."""
     tile = op.Tile(64, 2, 256, 4, 1) if M == 64 else op.Tile(128, 2, 128, 5, 1)
     assert tile.splits_sums(M, N, K, num_sms=132)
-    kernels = kernels_of(tile)
-    codes, scales, x, alpha, a, b = case(M, N, K, 32, rng)
-    residual = torch.randn(M, N).cuda()
-    tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
-    got = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0), residual_MN=residual)
-    exact, plain_u = low_ranks(x, a)
-    truth = op.reference(x, codes, scales, alpha, exact, b, None, residual)
-    plain = torch_path(codes, scales, x, alpha, plain_u, b, None, residual)
-    assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
-    for _ in range(50):
-        again = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0), residual_MN=residual)
-        assert torch.equal(again, got)
-    assert_is_clean(kernels)
+    check_sums(kernels_of(tile), M, N, K, rng, num_repeats=50)
 
 
 @pytest.mark.gpu
@@ -181,16 +184,7 @@ def test_a_tile_of_any_width_may_be_shared(width, N, K, splits, kernels_of, rng)
     """By 8 or 10 CTAs, whose sums are added by one of them or by all."""
     tile, M = op.Tile(width, 2, 128, 3, 1), 2 * width - 3
     assert tile.splits_sums(M, N, K, num_sms=132) == (splits and width >= 48)
-    codes, scales, x, alpha, a, b = case(M, N, K, 32, rng)
-    residual = torch.randn(M, N).cuda()
-    tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
-    kernels = kernels_of(tile)
-    got = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0), residual_MN=residual)
-    exact, plain_u = low_ranks(x, a)
-    truth = op.reference(x, codes, scales, alpha, exact, b, None, residual)
-    plain = torch_path(codes, scales, x, alpha, plain_u, b, None, residual)
-    assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
-    assert_is_clean(kernels)
+    check_sums(kernels_of(tile), M, N, K, rng)
 
 
 @pytest.mark.gpu
