@@ -112,6 +112,7 @@ def rollout_tables(rows: list[Row]) -> str:
         "lengths": _lengths,
         "at once": lambda row: f"{row['rows']:,}",
         "KV": lambda row: row["kv"],
+        "head": lambda row: row["head"],
         "kernels": lambda row: row["kernels"],
         "first s": lambda row: f"{row['first_s']:.1f}",
         "again s": lambda row: _median(row, "call_s", ".1f"),
@@ -119,6 +120,7 @@ def rollout_tables(rows: list[Row]) -> str:
         "of the floor": lambda row: f"{row['floor_fraction']:.0%}" if row.get("floor_head") else "",
         **{f"below {n}": lambda row, n=n: f"{row[f'tail_{n}_s']:.1f}" for n in (8, 16, 32)},
         "peak GB": lambda row: f"{row['peak_gb']:.1f}",
+        "commit": lambda row: (row["commit"] or "")[:7],
     }
     return _lists(rows, "rollout", title, columns)
 

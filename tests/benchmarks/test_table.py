@@ -193,6 +193,7 @@ def test_a_rollout_names_its_lengths_and_an_older_floor_is_not_shown():
         "shape": "qwen2.5-7b",
         "provider": "qerl-nvfp4",
         "kv": "bf16",
+        "head": "nvfp4",
         "kernels": "hopper",
     }
     row |= {
@@ -213,9 +214,9 @@ def test_a_rollout_names_its_lengths_and_an_older_floor_is_not_shown():
     row |= {"tail_8_s": 3.61, "tail_16_s": 5.04, "tail_32_s": 6.72, "peak_gb": 68.32} | ORIGIN
     equal = row | {"lengths": "constant", "median_tokens": 8192, "floor_head": "bf16", "runs": 2}
     text = rollout_tables([row, equal])
-    lengths = "| 256 | median 600, sigma 0.8, at most 4,096 | 256 | bf16 | hopper"
-    assert f"{lengths} | 19.5 | 16.5 | 12,872 |  | 3.6 | 5.0 | 6.7 | 68.3 |" in text
-    assert "| 8,192 each | 256 | bf16 | hopper | 19.5 | not measured | not measured | 43% |" in text
+    lengths = "| 256 | median 600, sigma 0.8, at most 4,096 | 256 | bf16 | nvfp4 | hopper"
+    assert f"{lengths} | 19.5 | 16.5 | 12,872 |  | 3.6 | 5.0 | 6.7 | 68.3 | {ORIGIN['commit'][:7]} |" in text
+    assert "| 8,192 each | 256 | bf16 | nvfp4 | hopper | 19.5 | not measured | not measured | 43% |" in text
 
 
 def test_parity_gives_the_target_entropy_and_the_measured_one():
