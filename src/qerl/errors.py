@@ -61,7 +61,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean_folder(path: Path) -> str:
-    """Do the same with a folder beside the path or, if its parent is none, of its name beside the parent."""
+    """Like did_you_mean, for a missing folder: name a sibling of a similar name or, if the parent is no
+    folder, the folder of this name in a parent of a similar name."""
     wrong, rest = (path, ()) if path.parent.is_dir() else (path.parent, (path.name,))
     try:
         near = [each.name for each in wrong.parent.iterdir() if each.joinpath(*rest).is_dir()]

@@ -1,6 +1,7 @@
-"""Add rows to rows of a sum, some of which get several, in one order.
+"""Scatter-add rows in a fixed order, also where several go to one row.
 
-On CUDA index_add_ has none; on a CPU index_put_ of fp32 has none with several threads, which add atomically.
+index_add_ has no fixed order on CUDA; index_put_(accumulate=True) of fp32 has none on a CPU with several
+threads, which add atomically (from 32,768 elements on).
 """
 
 from torch import Tensor

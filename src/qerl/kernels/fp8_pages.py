@@ -2,7 +2,8 @@
 
     scale = absmax / 448, or 1 of a head of zeros      codes = x / scale, rounded to nearest even
 
-T tokens, K heads of H. On a GPU one launch of bfloat16 writes both (fp8_pages.cu), else PyTorch's operations.
+T tokens, K heads of H. On a GPU one launch (fp8_pages.cu) writes both if they are aligned bfloat16 and H is
+64, 128 or 256; otherwise PyTorch's operations do.
 """
 
 import struct
