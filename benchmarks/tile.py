@@ -2,8 +2,8 @@
 
 Each candidate is timed alone, in a CUDA graph of launches with distinct weights,
 as a decode step launches it: with adapter, bias, residual and SwiGLU, and with u where the engine passes
-it. One choice serves up to 32 tokens, so its times at 8 and at 32 tokens count equally. The table's entry
-of this GPU is replaced; entries of other GPUs stay.
+it. One choice serves up to 32 tokens, so its times at 8 and at 32 tokens count equally. In the table's entry
+of this GPU the measured choices are replaced; its others, and the entries of other GPUs, stay.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from qerl.cli.bench.options import check_ranks
 from qerl.cli.bench.product import Product
 from qerl.cli.bench.record import ROOT, read_origin
 from qerl.config.check import check_positive
-from qerl.kernels import nvfp4_decode, nvfp4_tile
+from qerl.kernels import nvfp4_decode, nvfp4_tile, nvrtc
+from qerl.kernels.compile_ahead import compile_ahead
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, Choice, Tile
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape
@@ -56,16 +57,17 @@ class TileOptions:
 
 def candidates(N: int, K: int, most_tokens: int) -> list[Choice]:
     """Return the choices to measure: narrower tiles have more CTAs and longer stages."""
-    two, one = [(tiles, 1, k, 2) for tiles in (1, 2) for k in (512, 256)], []
+    two = [(tiles, 1, k, 2) for tiles in (1, 2) for k in (512, 256)]
     if most_tokens <= 32:
         forms = [*two[:2], (1, 1, 512, 1), (1, 2, 512, 1), (1, 2, 256, 1)]
     elif most_tokens <= 64:
-        one = [(tiles, groups, k, 1) for tiles in (1, 2) for groups in (1, 2) for k in (256, 128)]
+        one = [(tiles, groups, k, 1) for tiles in (1, 2) for groups in (1, 2, 3) for k in (256, 128)]
         forms = [*two[2:], *one]
     elif most_tokens <= 128:
-        forms = [(tiles, 2, k, 1) for tiles in (1, 2) for k in (256, 128)] + [(3, 1, 256, 2)]
+        one = [(tiles, groups, k, 1) for tiles in (1, 2) for groups in (2, 3) for k in (256, 128)]
+        forms = [(3, 1, 256, 2), *one]
     else:
-        forms = [(tiles, 2, k, 1) for tiles in (2, 3, 4) for k in (256, 128)]
+        forms = [(tiles, groups, k, 1) for tiles in (1, 2, 3, 4) for groups in (2, 3) for k in (256, 128, 64)]
     names = ("token_tiles", "warpgroups", "k_block", "ctas_per_sm")
     each = [
         Choice(N=N, K=K, most_tokens=most_tokens, us=0.0, **dict(zip(names, form, strict=True)))
@@ -75,8 +77,13 @@ def candidates(N: int, K: int, most_tokens: int) -> list[Choice]:
     return [
         choice
         for tile, choice in tiles.items()
-        if tile is not None and tile.padded_tokens(most_tokens) <= MAX_TOKENS
+        if tile is not None and tile.padded_tokens(most_tokens) <= MAX_TOKENS and _fits(tile)
     ]
+
+
+def _fits(tile: Tile) -> bool:
+    """True if the sums of a warp are few enough to stay in its registers."""
+    return tile.warpgroups < 3 or tile.tokens <= 96
 
 
 def bench_tile(options: TileOptions) -> None:
@@ -89,7 +96,9 @@ def bench_tile(options: TileOptions) -> None:
     for size, gemm in each.items():
         product = _Tiles(gemm, options.lora_rank, device)
         for most_tokens in options.batches:
-            measured = [product.timed(choice, options.runs) for choice in candidates(*size, most_tokens)]
+            choices = candidates(*size, most_tokens)
+            product.compile(choices)
+            measured = [product.timed(choice, options.runs) for choice in choices]
             measured.sort(key=lambda choice: choice.us)
             print(*measured, sep="\n", flush=True)
             best.append(measured[0])
@@ -102,10 +111,17 @@ def bench_tile(options: TileOptions) -> None:
 
 
 def merged(old: str, facts: dict[str, str], best: list[Choice]) -> str:
-    """Return the table with this GPU's entry replaced."""
+    """Return the table with these choices in this GPU's entry, in place of those of the same sizes."""
     entries = {entry["gpu"]: entry for entry in json.loads(old)}
-    entries[facts["gpu"]] = facts | {"choices": [dataclasses.asdict(choice) for choice in best]}
+    present = entries.get(facts["gpu"], {"choices": []})["choices"]
+    choices = {_size(choice): choice for choice in present}
+    choices |= {_size(choice): choice for choice in map(dataclasses.asdict, best)}
+    entries[facts["gpu"]] = facts | {"choices": list(choices.values())}
     return "[" + ",\n".join(_written(entry) for entry in entries.values()) + "]\n"
+
+
+def _size(choice: dict[str, Any]) -> tuple[int, int, int]:
+    return choice["N"], choice["K"], choice["most_tokens"]
 
 
 def _written(entry: dict[str, Any]) -> str:
@@ -119,24 +135,37 @@ class _Tiles:
     """The kernels with a tile that is set before each launch."""
 
     def __init__(self, gemm: LinearGroupSpec, rank: int, device: torch.device):
-        self._gemm, self._product = gemm, Product(gemm, rank, device)
+        self._gemm, self._product, self._device = gemm, Product(gemm, rank, device), device
         self._tile: Tile | None = None
         self._kernels = nvfp4_decode.NVFP4Decode(device, lambda M, N, K: self._chosen())
 
+    def compile(self, choices: list[Choice]) -> None:
+        """Compile the kernels of all choices in parallel."""
+        with nvrtc.dry_run() as variants:
+            for choice in choices:
+                for M in _tokens(choice):
+                    self._product.work(self._kernels, M, gives_u=self._sets_tile(choice, M))()
+        compile_ahead(variants, self._device)
+
     def timed(self, choice: Choice, runs: int) -> Choice:
         """Return the choice with its time per launch in us; small ones average two batches."""
-        tokens = (
-            (8, choice.most_tokens)
-            if choice.most_tokens == nvfp4_tile.MOST_TOKENS[0]
-            else (choice.most_tokens,)
-        )
         each_us = []
-        for M in tokens:
-            self._tile = choice.tile(M, self._gemm.in_width)
-            gives_u = not nvfp4_decode.pays_to_make_u(M, self._gemm.num_weights)
+        for M in _tokens(choice):
+            gives_u = self._sets_tile(choice, M)
             each_us.append(self._product.launch_us(self._kernels, M, runs, gives_u=gives_u))
         return dataclasses.replace(choice, us=round(math.prod(each_us) ** (1 / len(each_us)), 2))
+
+    def _sets_tile(self, choice: Choice, M: int) -> bool:
+        """Set the tile of the next launches. Return whether they are given u."""
+        self._tile = choice.tile(M, self._gemm.in_width)
+        return not nvfp4_decode.pays_to_make_u(M, self._gemm.num_weights)
 
     def _chosen(self) -> Tile:
         assert self._tile is not None
         return self._tile
+
+
+def _tokens(choice: Choice) -> tuple[int, ...]:
+    """Return the batches that a choice is timed at."""
+    smallest = choice.most_tokens == nvfp4_tile.MOST_TOKENS[0]
+    return (8, choice.most_tokens) if smallest else (choice.most_tokens,)

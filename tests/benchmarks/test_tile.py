@@ -9,16 +9,14 @@ from qerl.kernels.nvfp4_tile import Choice, read
 CHOICE = Choice(N=64, K=128, most_tokens=32, token_tiles=1, warpgroups=1, k_block=128, ctas_per_sm=2, us=1.5)
 
 
-def test_a_gpu_s_entry_is_replaced_and_others_stay():
-    first = merged("[]", {"gpu": "one", "commit": "1"}, [CHOICE])
-    both = merged(first, {"gpu": "two", "commit": "2"}, [CHOICE, CHOICE])
-    again = merged(both, {"gpu": "one", "commit": "3"}, [dataclasses.replace(CHOICE, us=2.0)])
-    assert json.loads(again)[0] == {
-        "gpu": "one",
-        "commit": "3",
-        "choices": [dataclasses.asdict(CHOICE) | {"us": 2.0}],
-    }
-    assert json.loads(again)[1] == json.loads(both)[1]
+def test_measured_choices_are_replaced_and_others_stay():
+    wide = dataclasses.replace(CHOICE, most_tokens=48)
+    first = merged("[]", {"gpu": "one", "commit": "1"}, [CHOICE, wide])
+    both = merged(first, {"gpu": "two", "commit": "2"}, [CHOICE])
+    again = json.loads(merged(both, {"gpu": "one", "commit": "3"}, [dataclasses.replace(CHOICE, us=2.0)]))
+    measured = dataclasses.asdict(CHOICE) | {"us": 2.0}
+    assert again[0] == {"gpu": "one", "commit": "3", "choices": [measured, dataclasses.asdict(wide)]}
+    assert again[1] == json.loads(both)[1]
     assert [line.strip().startswith('{"N"') for line in both.splitlines()].count(True) == 3
 
 

@@ -7,11 +7,12 @@ import pytest
 
 from qerl.kernels import grouped_hopper, int8_product, nvrtc
 from qerl.kernels.head_sample import choose_tile
+from qerl.kernels.nvfp4_tile import TOKEN_TILES
 from qerl.kernels.portable_shrink import MAKES_U
 
 CUDA = resources.files("qerl.kernels") / "cuda"
 DECODE = {"MT": 8, "WG": 1, "KB": 128, "STAGES": 4, "CTAS": 1, "GROUP": 4, "U_WORDS": 49152}
-WIDE = DECODE | {"WG": 2, "STAGES": 3, "RANK": 32, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 1}
+WITH_U = DECODE | {"WG": 2, "STAGES": 2, "RANK": 32, "SPLIT": 0, "GIVEN_U": 1}
 ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
 DELTA = {"KEY_HEADS": 2, "GROUP": 2}
 HEAD = {"MT": 32, "WR": 2, "WM": 1, "KB": 128, "STAGES": 2, "CTAS": 1, "WIDTH": 1024}
@@ -46,9 +47,15 @@ CONFIGURATIONS = (
     ("lora_shrink.cu", SHRINK | {"NORM": 1, "TABLE": 1}),
     ("lora_shrink_portable.cu", SHRINK | {"TABLE": 1}),
     ("moe_route.cu", {"E": 128, "CHOSEN": 8, "OVER_ALL": 1, "MT": 16}),
-    ("nvfp4_decode.cu", DECODE | {"RANK": 0, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 0}),
-    ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 1, "GIVEN_U": 0}),
-    *(("nvfp4_decode.cu", WIDE | {"MT": width}) for width in range(40, 129, 8)),
+    ("nvfp4_decode.cu", DECODE | {"RANK": 0, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 0, "U_BYTES": 0}),
+    ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 1, "GIVEN_U": 0, "U_BYTES": 0}),
+    ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 0, "GIVEN_U": 0, "U_BYTES": 512}),
+    *(
+        ("nvfp4_decode.cu", WITH_U | {"MT": width, "SWIGLU": 0, "U_BYTES": shared})
+        for width in TOKEN_TILES[4:]
+        for shared in ((0, width * 64) if width % 64 == 0 else (width * 64,))
+    ),
+    ("nvfp4_decode.cu", WITH_U | {"MT": 96, "WG": 3, "SWIGLU": 1, "U_BYTES": 96 * 128}),
     *(("tile_unpack.cu", {"FORMAT": format}) for format in range(4)),
     ("tile_unpack.cu", {"FORMAT": 0, "FACTORS": 1}),
     *(("portable_product.cu", PORTABLE | {"SWIGLU": s, "FORMAT": f}) for f in range(4) for s in (0, 1)),

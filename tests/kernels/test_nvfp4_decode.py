@@ -90,19 +90,19 @@ def test_the_order_of_gate_and_up_alternates_by_eight_rows():
     assert torch.equal(order.sort().values, torch.arange(64))
 
 
-@pytest.fixture(scope="module")
-def kernels():
+@pytest.fixture(scope="module", params=[False, True], ids=["u by warp", "u shared"])
+def kernels(request):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return op.NVFP4Decode(torch.device("cuda"))
+    return op.NVFP4Decode(torch.device("cuda"), shares_u=lambda *_: request.param)
 
 
-@pytest.fixture
-def kernels_of():
+@pytest.fixture(params=[False, True], ids=["u by warp", "u shared"])
+def kernels_of(request):
     """The kernels with one tile for every size."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return lambda tile: op.NVFP4Decode(torch.device("cuda"), lambda M, N, K: tile)
+    return lambda tile: op.NVFP4Decode(torch.device("cuda"), lambda *_: tile, lambda *_: request.param)
 
 
 def case(M, N, K, R, rng, groups=1):
@@ -178,13 +178,23 @@ def test_a_tile_shared_by_many_is_right_and_bitwise_repeatable(M, N, K, kernels_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", TOKEN_TILES)
+@pytest.mark.parametrize(
+    ("width", "groups"), [*((w, 2) for w in TOKEN_TILES), *((w, 3) for w in (48, 64, 96, 128))]
+)
 @pytest.mark.parametrize(("N", "K", "splits"), [(1152, 8192, False), (832, 41216, True)])
-def test_a_tile_of_any_width_may_be_shared(width, N, K, splits, kernels_of, rng):
+def test_a_tile_of_any_width_may_be_shared(width, groups, N, K, splits, kernels_of, rng):
     """By 8 or 10 CTAs, whose sums are added by one of them or by all."""
-    tile, M = op.Tile(width, 2, 128, 3, 1), 2 * width - 3
+    tile = op.Tile(width, groups, 128, 3 if width <= 128 else 2, 1)
+    M = (2 * width if width <= 128 else width) - 3
     assert tile.splits_sums(M, N, K, num_sms=132) == (splits and width >= 48)
     check_sums(kernels_of(tile), M, N, K, rng)
+
+
+def test_large_weights_share_u_from_33_rows_on():
+    wide, narrow = 37888 * 3584, 4608 * 3584
+    assert [op.pays_to_share_u(M, wide, True) for M in (32, 33, 256)] == [False, True, True]
+    assert [op.pays_to_share_u(M, wide, False) for M in (64, 65, 256)] == [False, True, True]
+    assert not any(op.pays_to_share_u(M, narrow, swiglu) for M in (33, 256) for swiglu in (False, True))
 
 
 @pytest.mark.gpu
@@ -198,8 +208,9 @@ def test_every_token_count_is_right(kernels, rng):
 
 
 @pytest.mark.gpu
-def test_rows_do_not_depend_on_the_batch_up_to_32_tokens(kernels, rng):
-    codes, scales, x, alpha, a, b = case(32, 3584, 3584, 32, rng)
+@pytest.mark.parametrize("R", [32, 128])
+def test_rows_do_not_depend_on_the_batch_up_to_32_tokens(R, kernels, rng):
+    codes, scales, x, alpha, a, b = case(32, 3584, 3584, R, rng)
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, 3584)
     whole = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0))
     for M in (1, 8, 13, 24):
@@ -209,14 +220,15 @@ def test_rows_do_not_depend_on_the_batch_up_to_32_tokens(kernels, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [5, 24, 64, 130])
-def test_groups_of_rows_use_their_own_adapter(M, kernels, rng):
+@pytest.mark.parametrize("starts", [(896, 1024), (880, 928)])
+def test_groups_of_rows_use_their_own_adapter(M, starts, kernels, rng):
+    """The second starts are within the 64 rows of four warps."""
     N, K, R = 1152, 896, 32
     codes, scales, x, alpha, a, b = case(M, N, K, R, rng, groups=3)
-    starts = (896, 1024)
     got = kernels.linear(
         x, op.pack(codes, scales), op.row_factors(alpha, N), adapter=op.PackedAdapter(a, b, 1.0, starts)
     )
-    rows = [slice(0, 896), slice(896, 1024), slice(1024, N)]
+    rows = [slice(0, starts[0]), slice(*starts), slice(starts[1], N)]
     truth, plain = op.reference(x, codes, scales, alpha), torch_path(codes, scales, x, alpha)
     exact, plain_u = (
         torch.cat([u[:, i * R : (i + 1) * R] @ b[r].to(u.dtype).T for i, r in enumerate(rows)], dim=1)

@@ -14,7 +14,7 @@ def test_every_size_has_a_tile_that_fits(N, K):
 def assert_fits(tile, M, N, K):
     assert K % tile.k_block == 0 and tile.stages >= 2
     assert (tile.shared_bytes + 1024) * tile.ctas_per_sm <= 228 * 1024
-    assert tile.rows * tile.tokens * tile.ctas_per_sm <= 128 * 128  # the workspace's bound
+    assert tile.rows * tile.tokens * tile.ctas_per_sm <= 128 * 256  # the workspace's bound
     assert M <= tile.padded_tokens(M) <= op.MAX_TOKENS
     units = -(-N // tile.rows) * -(-M // tile.tokens) * (K // tile.k_block)
     assert 1 <= tile.grid(M, N, K, num_sms=132) <= min(units, 132 * tile.ctas_per_sm)
@@ -36,6 +36,14 @@ def test_every_candidate_fits_for_all_its_tokens(N, K):
 def test_the_split_of_k_is_the_same_up_to_32_tokens(N, K):
     tiles = [op.choose_tile(M, N, K) for M in range(1, 33)]
     assert len({(tile.rows, tile.k_block, tile.ctas_per_sm) for tile in tiles}) == 1
+
+
+def test_a_tile_gives_stages_away_for_u():
+    tile = op.choose_tile(256, 4608, 3584)
+    with_u = tile.beside(30000)
+    assert with_u is not None and 2 <= with_u.stages < tile.stages
+    assert with_u.shared_bytes + 30000 + 1024 <= 228 * 1024
+    assert tile.beside(0) == tile and tile.beside(200000) is None
 
 
 def test_a_measured_product_takes_its_own_choice():

@@ -50,7 +50,7 @@ ALPHA_FACTOR = 2.0**19
 _PLACED = 0x81C081C0  # the bits of two codes in two bfloat16
 _SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B are larger
 _PARTIAL_WORDS = 2**23  # of u's sums: 231 slices of 256 tokens at rank 128 (72B, down)
-_WORKSPACE_WORDS = 2 * 128 * 128  # per multiprocessor: two slots for the largest tile
+_WORKSPACE_WORDS = 2 * 128 * 256  # per multiprocessor: two slots for the largest tile
 _U_WORDS = MAX_TOKENS * MAX_LOW_RANK_ROWS // 2
 
 
@@ -117,6 +117,19 @@ def pays_to_make_u(M: int, weight_NK: int) -> bool:
     return M <= 96 or (M <= 128 and weight_NK <= _SMALL_WEIGHT)
 
 
+def pays_to_share_u(M: int, weight_NK: int, swiglu: bool) -> bool:
+    """True if warps read u faster from shared memory than each for itself: the same steps on an H200.
+
+    Up to 32 tokens all batches do the same, so that a row's bits do not depend on M.
+    """
+    return weight_NK > _SMALL_WEIGHT and (M > 64 or (swiglu and M > 32))
+
+
+def shared_u_bytes(tile: Tile, M: int, columns: int) -> int:
+    """Return the bytes of u in shared memory: its rows of all tokens of the tiles (nvfp4_shared_u.cuh)."""
+    return 2 * columns * tile.padded_tokens(M)
+
+
 class NVFP4Decode(PackedProduct[Tile]):
     """The kernels of one device, compiled on first use, and their workspace. Use one object per stream.
 
@@ -124,10 +137,16 @@ class NVFP4Decode(PackedProduct[Tile]):
     (`Tile.splits_sums`), so all of them must be resident.
     """
 
-    def __init__(self, device: torch.device, choose: Callable[[int, int, int], Tile] | None = None):
-        """choose: return a tile for (M, N, K), instead of the table."""
+    def __init__(
+        self,
+        device: torch.device,
+        choose: Callable[[int, int, int], Tile] | None = None,
+        shares_u: Callable[[int, int, bool], bool] = pays_to_share_u,
+    ):
+        """choose: return a tile for (M, N, K), instead of the table. shares_u: as pays_to_share_u has it."""
         name = torch.cuda.get_device_properties(gpu_of(device)).name
         super().__init__(device, choose or partial(choose_tile, gpu=name), _WORKSPACE_WORDS)
+        self._shares_u = shares_u
         self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
         self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
@@ -136,10 +155,15 @@ class NVFP4Decode(PackedProduct[Tile]):
     def _start(self, tile, grid, rank, swiglu, x_MK, tiles, adapter, epilogue) -> None:
         (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
         split, makes_u = tile.splits_sums(m, n, k, self._num_sms), adapter is not None and adapter.u is None
-        kernel = self._kernel(tile, rank, swiglu, int(split), int(rank > 0 and not makes_u))
+        u_bytes, beside = 0, None
+        if adapter is not None and self._shares_u(m, n * k, swiglu > 0):
+            u_bytes = shared_u_bytes(tile, m, len(adapter.a))
+            beside = tile.beside(u_bytes)
+        tile, u_bytes = (tile, 0) if beside is None else (beside, u_bytes)
+        kernel = self._kernel(tile, rank, swiglu, int(split), int(rank > 0 and not makes_u), u_bytes)
         kernel.launch(
             grid=grid,
-            block_threads=tile.threads(makes_u),
+            block_threads=tile.threads(makes_u or u_bytes > 0),
             parameters=(
                 tiles,
                 tensor_map(x_MK, tile.tokens, tile.k_block),
@@ -163,7 +187,7 @@ class NVFP4Decode(PackedProduct[Tile]):
         pointers = addresses(adapter.a, self.partials, self._u, self._turns)
         return struct.pack("4Qfi", *pointers, adapter.scaling, rows)
 
-    def _compile(self, tile: Tile, rank: int, swiglu: int, split: int, given_u: int):
+    def _compile(self, tile: Tile, rank: int, swiglu: int, split: int, given_u: int, u_bytes: int):
         defines = {
             "MT": tile.tokens,
             "WG": tile.warpgroups,
@@ -176,8 +200,9 @@ class NVFP4Decode(PackedProduct[Tile]):
             "SPLIT": split,
             "U_WORDS": _U_WORDS,
             "GIVEN_U": given_u,
+            "U_BYTES": u_bytes,
         }
-        shared_bytes = tile.shared_bytes
+        shared_bytes = tile.shared_bytes + u_bytes
         return compiled("nvfp4_decode.cu", "nvfp4_decode", self._device, defines, shared_bytes=shared_bytes)
 
 

@@ -18,7 +18,7 @@ MAX_TOKENS = 256
 TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
 MOST_TOKENS = (32, 48, 64, 96, 128, 192, 256)
 """The token bounds of the choices for one (N, K)."""
-TOKEN_TILES = tuple(range(8, 129, 8))
+TOKEN_TILES = (*range(8, 129, 8), *range(144, 257, 16))
 """Tokens of a tile."""
 
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
@@ -42,6 +42,11 @@ class Tile:
         return TILE_ROWS * self.warpgroups
 
     @property
+    def is_wide(self) -> bool:
+        """True if multiplying warps take registers from the last warpgroup, which then starts whole."""
+        return self.tokens > 128 or self.warpgroups > 2
+
+    @property
     def stage_bytes(self) -> int:
         used = self.tokens * self.k_block * 2 + self.warpgroups * self.k_block // TILE_K * TILE_BYTES
         return -(-used // 1024) * 1024
@@ -50,9 +55,15 @@ class Tile:
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + 16 + 1024
 
-    def threads(self, makes_u: bool) -> int:
-        """Threads of the multiplying warps, one copying warp, and one warp that reduces u if makes_u."""
-        return 32 * (4 * self.warpgroups + 1 + int(makes_u))
+    def threads(self, handles_u: bool) -> int:
+        """Threads of the multiplying warps, one copying warp, and one that adds up or copies u."""
+        return 32 * (4 * self.warpgroups + (4 if self.is_wide else 1 + int(handles_u)))
+
+    def beside(self, u_bytes: int) -> "Tile | None":
+        """Return the tile with as many of its stages as leave so many bytes of shared memory, if two do."""
+        room = _SHARED_BYTES // self.ctas_per_sm - 2048 - u_bytes
+        stages = min(room // (self.stage_bytes + 16), self.stages)
+        return dataclasses.replace(self, stages=stages) if stages > 1 else None
 
     @property
     def slice_k(self) -> int:

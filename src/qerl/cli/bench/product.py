@@ -40,10 +40,11 @@ class Product:
 
         gives_u: the adapter's u is made before, else by the product.
         """
-        times = graph_times(self._work(kernels, M, gives_u), runs)
+        times = graph_times(self.work(kernels, M, gives_u=gives_u), runs)
         return 1e3 * times.ms / len(self._copies)
 
-    def _work(self, kernels: NVFP4Decode | PortableProduct, M: int, gives_u: bool) -> Callable[[], None]:
+    def work(self, kernels: NVFP4Decode | PortableProduct, M: int, *, gives_u: bool) -> Callable[[], None]:
+        """Return what launches the product once with each copy of its weights."""
         x_MK = torch.randn(M, self.gemm.in_width, device=self._device).bfloat16()
         adapter = self._adapter
         if adapter is not None and gives_u:

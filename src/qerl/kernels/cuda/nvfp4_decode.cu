@@ -10,10 +10,10 @@
 // device at once: at 128 tokens, down_proj, 35.4 us against 45.6.
 //
 // Compile-time: MT tokens per tile, WG groups of 4 warps (64 rows each), KB k per stage, STAGES, CTAS per multiprocessor, GROUP k16 steps
-// issued together, RANK of the adapter or 0, SWIGLU, SPLIT, GIVEN_U and U_WORDS (nvfp4_shrink.cuh).
+// issued together, RANK of the adapter or 0, SWIGLU, SPLIT, GIVEN_U and U_WORDS (nvfp4_shrink.cuh), U_BYTES
+// (nvfp4_shared_u.cuh).
 #include "launch.cuh"
-#include "nvfp4_shrink.cuh"
-#include "packed_epilogue.cuh"
+#include "nvfp4_shared_u.cuh"
 
 #define SLOT (WG * 4 * NT * 128)  // words of a tile's sums; a CTA has two slots: later k of one tile, first k of another
 #define ITEM (NT % 4 == 0 ? 4 : NT % 3 == 0 ? 3 : NT % 2 == 0 ? 2 : 1)
@@ -39,6 +39,7 @@ struct Item {
   u32* slots;
   int row0, m0, count;
   float alpha0, alpha1;
+  RowsOfB rows_of_b;
   u32 v[BATCH][ITEM][4];
   __device__ __forceinline__ u32* words(int p, int n) const { return slots + (2 * p + (p == 0)) * SLOT + n * 128; }
   __device__ __forceinline__ void load(int p0, int p) {
@@ -53,6 +54,7 @@ struct Item {
     row0 = tile / token_tiles * RT + at / (NT / ITEM) * 16, m0 = tile % token_tiles * MT + at % (NT / ITEM) * (ITEM * 8);
     if (row0 >= e.N) return;
     alpha0 = e.alpha[row0 + threadIdx.x % 32 / 4], alpha1 = e.alpha[row0 + threadIdx.x % 32 / 4 + 8];
+    rows_of_b.load(e, row0, threadIdx.x % 32 / 4, threadIdx.x % 4);
 #pragma unroll
     for (int p = 0; p < BATCH; p++)
       if (p < count) load(0, p);
@@ -85,19 +87,21 @@ struct Item {
 };
 
 // Finish this CTA's shares of its first and last tile, item by item over the warps.
-__device__ __forceinline__ void finish_shared(const SharedTile& a, const SharedTile& b, u32* workspace, const Epilogue& e, const u32* u, int warp, int g, int t, int token_tiles) {
+__device__ __forceinline__ void finish_shared(const SharedTile& first, const SharedTile& last, u32* workspace, const Epilogue& e, AnyU u, int warp, int g, int t, int token_tiles) {
   Item item;
   int i = warp;
-  if (i < a.items + b.items) item.begin(a, b, i, workspace, e, token_tiles);
+  const int items = first.items + last.items;
+  if (i < items) item.begin(first, last, i, workspace, e, token_tiles);
 #pragma unroll 1
-  while (i < a.items + b.items) {
+  while (i < items) {
     const int row0 = item.row0, m0 = item.m0;
     const float alpha0 = item.alpha0, alpha1 = item.alpha1;
+    const RowsOfB b = item.rows_of_b;
     float sum[ITEM][4];
     if (row0 < e.N) item.end(sum);
     i += WG * 4;
-    if (i < a.items + b.items) item.begin(a, b, i, workspace, e, token_tiles);
-    if (row0 < e.N) finish<ITEM>(sum, e, u, alpha0, alpha1, row0, m0, g, t);
+    if (i < items) item.begin(first, last, i, workspace, e, token_tiles);
+    if (row0 < e.N) finish(sum, b, e, u, alpha0, alpha1, row0, m0, g, t);
   }
 }
 #endif
@@ -118,7 +122,7 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
              u32* workspace, int M, int N, int K) {
   extern __shared__ u8 raw[];
   const u32 smem0 = (smem_u32(raw) + 1023) & ~1023u;
-  const u32 full0 = smem0 + STAGES * STAGE_BYTES, empty0 = full0 + STAGES * 8, turn_ready = empty0 + STAGES * 8, turn_at = turn_ready + 8;
+  const u32 shared_u = smem0 + STAGES * STAGE_BYTES, full0 = shared_u + U_BYTES, empty0 = full0 + STAGES * 8, turn_ready = empty0 + STAGES * 8, turn_at = turn_ready + 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int kblocks = K / KB, token_tiles = (M + MT - 1) / MT;
   const int units = ((N + RT - 1) / RT) * token_tiles * kblocks;
@@ -130,17 +134,18 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
       mbar_init(full0 + i * 8, 1);
       mbar_init(empty0 + i * 8, WG * 4);
     }
-    mbar_init(turn_ready, 1);
+    mbar_init(turn_ready, U_BYTES ? 32 : 1);
     mbar_init_fence();
   }
   __syncthreads();
   launch_dependents();
 
-#if SHRINK_WARPS
-  if (warp == WG * 4 + 1) return reduce_u(l, parts, token_tiles, turn_at, turn_ready, K);
+  if (warp >= WG * 4) {
+    if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW_REGISTERS));
+#if SHRINK_WARPS || U_BYTES
+    if (warp == WG * 4 + 1) share_u(reduce_u(l, parts, token_tiles, turn_at, turn_ready, K), e, token_tiles * MT, shared_u, turn_ready);
 #endif
-  if (warp == WG * 4) {  // producer
-    if (threadIdx.x != WG * 128) return;
+    if (threadIdx.x != WG * 128) return;  // the producer
     const u64 stream = l2_evict_first(), keep = l2_evict_last();
     // The weights of the first stages do not depend on the previous kernel.
     const int slices = own_slices(l, token_tiles, K), total = slices + u1 - u0, pre = min(total, STAGES);
@@ -165,6 +170,7 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
     }
     return;
   }
+  if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY_REGISTERS));
 
   const int slices = compute_slices(l, token_tiles, smem0, full0, K);
   u32 top;  // SCALE_TOP in a register: a LOP3 takes only one immediate
@@ -226,6 +232,8 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
       }
       before = here;
     }
+    RowsOfB b;
+    if (begin == first_u && row0 < N) b.load(e, row0, g, t);  // arrives behind the last products
     wgmma_wait<0>();
     fence_sums(acc);
     if (lane == 0) mbar_arrive(before);
@@ -245,10 +253,10 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
         const int last_part = ((u32)(first_u + kblocks) * parts - 1) / (u32)units;
         add_partials(acc, slot + 2 * SLOT, 2 * SLOT, last_part - part);
       }
-      if (row0 < N) finish<NT>(acc, e, current_u(l, turn_at, turn_ready), alpha0, alpha1, row0, tile % token_tiles * MT, g, t);
+      if (row0 < N) finish(acc, b, e, wait_for_u(l, shared_u, turn_at, turn_ready), alpha0, alpha1, row0, tile % token_tiles * MT, g, t);
     }
   }
 #if SPLIT
-  finish_shared(first, last, workspace, e, current_u(l, turn_at, turn_ready), warp, g, t, token_tiles);
+  finish_shared(first, last, workspace, e, wait_for_u(l, shared_u, turn_at, turn_ready), warp, g, t, token_tiles);
 #endif
 }

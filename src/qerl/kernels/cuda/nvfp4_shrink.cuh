@@ -15,7 +15,10 @@
 #include "launch.cuh"
 #include "nvfp4_unit.cuh"
 
+#define WIDE (MT > 128 || WG > 2)  // multiplying warps take registers from the last warpgroup, which copies and adds u up
 #define SHRINK_WARPS (RANK && !GIVEN_U ? 1 : 0)  // GIVEN_U: u is an input, [M, rows] bf16
+#define FEW_REGISTERS (SHRINK_WARPS ? 56 : U_BYTES ? 40 : 24)
+#define MANY_REGISTERS (((WG == 2 ? 504 : 512) - FEW_REGISTERS) / WG / 8 * 8)  // of 168 x 384 and 128 x 512 in all
 #define SLICE_K (KB < 256 ? KB : 256)
 
 struct LowRank {
@@ -97,7 +100,7 @@ __device__ __forceinline__ int compute_slices(const LowRank& l, int token_tiles,
   return own;
 }
 
-#define IN_FLIGHT (14 * WG)  // slices loaded together
+#define IN_FLIGHT (WIDE ? 8 : 14 * WG)  // slices loaded together
 
 // Add a row's slices for two tokens in the order of k, as they arrive.
 __device__ __forceinline__ void add_slices(u32* from, size_t stride, int slices, float& low, float& high) {
@@ -123,13 +126,13 @@ __device__ __forceinline__ void add_slices(u32* from, size_t stride, int slices,
   }
 }
 
-// Add the slices of u and store u: the work of the warp after the producer. It passes the turn to the CTA's other warps through the
-// shared word `turn_at` and the barrier `turn_ready`.
-__device__ __forceinline__ void reduce_u(const LowRank& l, int parts, int token_tiles, u32 turn_at, u32 turn_ready, int K) {
+// Add the slices of u and store u: the work of the warp after the producer. Return u. It passes the turn to the CTA's other warps through
+// the shared word `turn_at` and the barrier `turn_ready`, unless they have u in shared memory.
+__device__ __forceinline__ const u32* reduce_u(const LowRank& l, int parts, int token_tiles, u32 turn_at, u32 turn_ready, int K) {
   const int lane = threadIdx.x % 32, groups = token_tiles * NT;
   grid_dependency_wait();
   const u32 turn = load_relaxed(l.turns);
-  if (lane == 0) {
+  if (!U_BYTES && lane == 0) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(turn_at), "r"(turn) : "memory");
     mbar_arrive(turn_ready);
   }
@@ -151,8 +154,10 @@ __device__ __forceinline__ void reduce_u(const LowRank& l, int parts, int token_
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(l.turns + 1), "r"(1 + (turn >> 1)) : "memory");
     if (before == parts - 1) store_relaxed(l.turns, turn ^ 1, 0);
   }
+  return u;
 }
 #else
+__device__ __forceinline__ const u32* reduce_u(const LowRank& l, int, int, u32, u32, int) { return l.u; }
 __device__ __forceinline__ int own_slices(const LowRank&, int, int) { return 0; }
 __device__ __forceinline__ Position slice_position(int, int token_tiles, int) { return Position(0, 1, token_tiles); }
 __device__ __forceinline__ int compute_slices(const LowRank&, int, u32, u32, int) {

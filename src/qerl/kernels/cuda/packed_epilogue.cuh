@@ -28,8 +28,11 @@ __device__ __forceinline__ void store_if(bool condition, void* p, u32 v) {
 __device__ __forceinline__ void store_if(bool condition, void* p, float v) { store_if(condition, p, __float_as_uint(v)); }
 #endif
 
-// Of so many token groups, at most 16, those that are loaded together; the last are fewer if this is no divisor.
-__device__ constexpr int together(int count) { return count > 8 ? (count + 1) / 2 : count; }
+// Of so many token groups, those that are loaded together, at most 8; the last are fewer if this is no divisor.
+__device__ constexpr int together(int count) {
+  const int times = (count + 7) / 8;
+  return (count + times - 1) / times;
+}
 
 #if RANK > 0
 // The first attempt may hit in L1, where other warps' loads left words; later attempts (load_relaxed) bypass it.
@@ -167,8 +170,9 @@ __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const
 }
 #endif
 
+// sums = alpha * sums + bias
 template <int COUNT>
-__device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, float alpha0, float alpha1, int row0, int m0, int g, int t) {
+__device__ __forceinline__ void scale_sums(float (&acc)[COUNT][4], const Epilogue& e, float alpha0, float alpha1, int row0, int g) {
 #if EARLY_LOADS
   const float bias0 = load_early(e.bias + row0 + g, e.bias), bias1 = load_early(e.bias + row0 + g + 8, e.bias);
 #else
@@ -181,9 +185,11 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
     acc[n][2] = fmaf(acc[n][2], alpha1, bias1);
     acc[n][3] = fmaf(acc[n][3], alpha1, bias1);
   }
-#if RANK > 0
-  add_low_rank(acc, e, u, row0, m0, g, t);
-#endif
+}
+
+// y = sums + residual, sums, or silu(gate) * up of them
+template <int COUNT>
+__device__ __forceinline__ void write_sums(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
 #if !SWIGLU
   if (e.residual) {
     add_residual(acc, e, row0, m0, g, t);
@@ -211,6 +217,15 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 #endif
 #endif
   }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, float alpha0, float alpha1, int row0, int m0, int g, int t) {
+  scale_sums(acc, e, alpha0, alpha1, row0, g);
+#if RANK > 0
+  add_low_rank(acc, e, u, row0, m0, g, t);
+#endif
+  write_sums(acc, e, row0, m0, g, t);
 }
 
 // Add the sums of the CTAs that share this tile's k, in the order of k, waiting for each.

@@ -21,7 +21,9 @@
 #define REGS20 REGS10() ", " REGS10(1)
 #define REGS40 REGS20 ", " REGS10(2) ", " REGS10(3)
 #define REGS60 REGS40 ", " REGS10(4) ", " REGS10(5)
-#define REGS120 REGS60 ", " REGS10(6) ", " REGS10(7) ", " REGS10(8) ", " REGS10(9) ", " REGS10(10) ", " REGS10(11)
+#define REGS80 REGS60 ", " REGS10(6) ", " REGS10(7)
+#define REGS100 REGS80 ", " REGS10(8) ", " REGS10(9)
+#define REGS120 REGS100 ", " REGS10(10) ", " REGS10(11)
 
 // The sums of so many columns, from column 8 n on.
 #define SUMS8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
@@ -40,6 +42,13 @@
 #define SUMS112(n) SUMS64(n), SUMS48(n + 8)
 #define SUMS120(n) SUMS64(n), SUMS56(n + 8)
 #define SUMS128(n) SUMS64(n), SUMS64(n + 8)
+#define SUMS144(n) SUMS128(n), SUMS16(n + 16)
+#define SUMS160(n) SUMS128(n), SUMS32(n + 16)
+#define SUMS176(n) SUMS128(n), SUMS48(n + 16)
+#define SUMS192(n) SUMS128(n), SUMS64(n + 16)
+#define SUMS208(n) SUMS128(n), SUMS80(n + 16)
+#define SUMS224(n) SUMS128(n), SUMS96(n + 16)
+#define SUMS240(n) SUMS128(n), SUMS112(n + 16)
 #define SUMS256(n) SUMS128(n), SUMS128(n + 16)
 
 // i0 to i5: the operand numbers after those of the sums.
@@ -73,6 +82,13 @@ DEFINE_WGMMA(104, REGS40 ", " REGS10(4) ", " REGS2(5), 52, 53, 54, 55, 56, 57)
 DEFINE_WGMMA(112, REGS40 ", " REGS10(4) ", " REGS6(5), 56, 57, 58, 59, 60, 61)
 DEFINE_WGMMA(120, REGS60, 60, 61, 62, 63, 64, 65)
 DEFINE_WGMMA(128, REGS60 ", " REGS4(6), 64, 65, 66, 67, 68, 69)
+DEFINE_WGMMA(144, REGS60 ", " REGS10(6) ", " REGS2(7), 72, 73, 74, 75, 76, 77)
+DEFINE_WGMMA(160, REGS80, 80, 81, 82, 83, 84, 85)
+DEFINE_WGMMA(176, REGS80 ", " REGS8(8), 88, 89, 90, 91, 92, 93)
+DEFINE_WGMMA(192, REGS80 ", " REGS10(8) ", " REGS6(9), 96, 97, 98, 99, 100, 101)
+DEFINE_WGMMA(208, REGS100 ", " REGS4(10), 104, 105, 106, 107, 108, 109)
+DEFINE_WGMMA(224, REGS100 ", " REGS10(10) ", " REGS2(11), 112, 113, 114, 115, 116, 117)
+DEFINE_WGMMA(240, REGS120, 120, 121, 122, 123, 124, 125)
 DEFINE_WGMMA(256, REGS120 ", " REGS8(12), 128, 129, 130, 131, 132, 133)
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;"); }
