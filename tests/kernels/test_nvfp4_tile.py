@@ -39,7 +39,7 @@ def test_the_split_of_k_is_the_same_up_to_32_tokens(N, K):
 
 
 def test_a_tile_gives_stages_away_for_u():
-    tile = op.choose_tile(256, 4608, 3584)
+    tile = op.Tile(64, 2, 256, 4, 1)
     with_u = tile.beside(30000)
     assert with_u is not None and 2 <= with_u.stages < tile.stages
     assert with_u.shared_bytes + 30000 + 1024 <= 228 * 1024
