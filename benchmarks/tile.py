@@ -2,8 +2,8 @@
 
 Each candidate is timed alone, in a CUDA graph of launches with distinct weights,
 as a decode step launches it: with adapter, bias, residual and SwiGLU, and with u where the engine passes
-it. One choice serves up to 32 tokens, so its times at 8 and at 32 tokens count equally. In the table's entry
-of this GPU the measured choices are replaced; its others, and the entries of other GPUs, stay.
+it. One choice serves up to 32 tokens, so its times at 8 and at 32 tokens count equally. In this GPU's entry
+of the table a measured choice replaces the one of the same (N, K, most_tokens); all others stay.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def candidates(N: int, K: int, most_tokens: int) -> list[Choice]:
 
 
 def _fits(tile: Tile) -> bool:
-    """True if the sums of a warp are few enough to stay in its registers."""
+    """True if the sums fit a warp's registers: three warpgroups have 152 to 160 a thread."""
     return tile.warpgroups < 3 or tile.tokens <= 96
 
 
@@ -111,7 +111,7 @@ def bench_tile(options: TileOptions) -> None:
 
 
 def merged(old: str, facts: dict[str, str], best: list[Choice]) -> str:
-    """Return the table with these choices in this GPU's entry, in place of those of the same sizes."""
+    """Return the table with these choices put into this GPU's entry."""
     entries = {entry["gpu"]: entry for entry in json.loads(old)}
     present = entries.get(facts["gpu"], {"choices": []})["choices"]
     choices = {_size(choice): choice for choice in present}

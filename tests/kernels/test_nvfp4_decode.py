@@ -183,14 +183,14 @@ def test_a_tile_shared_by_many_is_right_and_bitwise_repeatable(M, N, K, kernels_
 )
 @pytest.mark.parametrize(("N", "K", "splits"), [(1152, 8192, False), (832, 41216, True)])
 def test_a_tile_of_any_width_may_be_shared(width, groups, N, K, splits, kernels_of, rng):
-    """By 8 or 10 CTAs, whose sums are added by one of them or by all."""
+    """8 to 20 CTAs share a tile; one of them adds up the sums, or all do."""
     tile = op.Tile(width, groups, 128, 3 if width <= 128 else 2, 1)
     M = (2 * width if width <= 128 else width) - 3
     assert tile.splits_sums(M, N, K, num_sms=132) == (splits and width >= 48)
     check_sums(kernels_of(tile), M, N, K, rng)
 
 
-def test_large_weights_share_u_from_33_rows_on():
+def test_large_weights_share_u_from_33_rows_with_swiglu_and_from_65_without():
     wide, narrow = 37888 * 3584, 4608 * 3584
     assert [op.pays_to_share_u(M, wide, True) for M in (32, 33, 256)] == [False, True, True]
     assert [op.pays_to_share_u(M, wide, False) for M in (64, 65, 256)] == [False, True, True]

@@ -38,12 +38,12 @@ def test_the_split_of_k_is_the_same_up_to_32_tokens(N, K):
     assert len({(tile.rows, tile.k_block, tile.ctas_per_sm) for tile in tiles}) == 1
 
 
-def test_a_tile_gives_stages_away_for_u():
+def test_a_tile_has_fewer_stages_beside_u():
     tile = op.Tile(64, 2, 256, 4, 1)
-    with_u = tile.beside(30000)
+    with_u = tile.with_room_for(30000)
     assert with_u is not None and 2 <= with_u.stages < tile.stages
     assert with_u.shared_bytes + 30000 + 1024 <= 228 * 1024
-    assert tile.beside(0) == tile and tile.beside(200000) is None
+    assert tile.with_room_for(0) == tile and tile.with_room_for(200000) is None
 
 
 def test_a_measured_product_takes_its_own_choice():

@@ -58,7 +58,8 @@ def test_one_copy_is_read_and_the_others_are_named(tmp_path, names, read):
 @pytest.mark.parametrize(
     ("names", "config", "says"),
     [
-        ([], None, "config.json is missing"),
+        ([], None, "is not a model: the folder is empty"),
+        (["model.safetensors"], None, "is not a model: config.json is missing"),
         ([], "{}", "has no *.safetensors file"),
         (["m.gguf"], None, "config.json is missing; to load m.gguf, pass the file itself"),
         (["m.gguf", "consolidated.safetensors"], "{}", "to load m.gguf, pass the file itself"),

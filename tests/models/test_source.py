@@ -52,7 +52,7 @@ def test_a_gguf_file_is_itself(tmp_path):
 
 
 def test_a_folder_that_is_no_model_is_told_what_it_lacks(tmp_path):
-    assert "config.json is missing" in refusal(tmp_path)
+    assert "the folder is empty" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert refusal(tmp_path).endswith("has no *.safetensors file")
     (tmp_path / "pytorch_model.bin").touch()

@@ -16,6 +16,7 @@ from qerl.errors import UserError, did_you_mean, redact, require
 
 Options = TypeVar("Options")
 _NO_NUMBER = r"Error parsing (--\S+): (?:invalid literal for (int)\b.*?|could not convert string to float):"
+_MISSING = r"Missing from (.*?): (.*)"  # then each argument with its help
 _NO_NUMBER_OR_NONE = r"Error parsing (--\S+): no type matching \{None\}\|(INT|FLOAT) .*? from \[(.*?)\]\..*"
 
 
@@ -54,6 +55,11 @@ def _one_line(box: str) -> str:
     text = re.sub(_NO_NUMBER, lambda m: f"{m[1]} must be {'an integer' if m[2] else 'a number'}, got", text)
     kinds = {"INT": "an integer", "FLOAT": "a number"}
     text = re.sub(_NO_NUMBER_OR_NONE, lambda m: f"{m[1]} must be {kinds[m[2]]} or None, got {m[3]}", text)
+    if missing := re.fullmatch(_MISSING, text):
+        each = re.findall(r"(\S+) (.*?)\.? \(required\)", missing[2])
+        text = f"{missing[1]} needs " + " and ".join(
+            f"{name} ({what[:1].lower()}{what[1:]})" for name, what in each
+        )
     return text + "; --help lists the options"
 
 

@@ -6,7 +6,8 @@
 
 M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank; alpha is fp32,
 one number per row. u is computed in the same launch (nvfp4_shrink.cuh) and waited for only where it is
-added. y is rounded to bfloat16; with a residual, which is fp32, y is fp32 too.
+added; for large weights one warp of each CTA copies it to shared memory (nvfp4_shared_u.cuh). y is rounded
+to bfloat16; with a residual, which is fp32, y is fp32 too.
 
 Layout, exactly invertible, the same for every M:
 
@@ -49,7 +50,7 @@ ALPHA_FACTOR = 2.0**19
 
 _PLACED = 0x81C081C0  # the bits of two codes in two bfloat16
 _SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B are larger
-_PARTIAL_WORDS = 2**23  # of u's sums: 231 slices of 256 tokens at rank 128 (72B, down)
+_PARTIAL_WORDS = 2**23  # of u's sums: enough wherever pays_to_make_u holds; with more tokens u is given
 _WORKSPACE_WORDS = 2 * 128 * 256  # per multiprocessor: two slots for the largest tile
 _U_WORDS = MAX_TOKENS * MAX_LOW_RANK_ROWS // 2
 
@@ -118,15 +119,18 @@ def pays_to_make_u(M: int, weight_NK: int) -> bool:
 
 
 def pays_to_share_u(M: int, weight_NK: int, swiglu: bool) -> bool:
-    """True if warps read u faster from shared memory than each for itself: the same steps on an H200.
+    """True if u in shared memory is faster than u loaded by each warp: launches on an H200 (dev/LOG.md).
 
-    Up to 32 tokens all batches do the same, so that a row's bits do not depend on M.
+    weight_NK: number of elements of the weight; swiglu: it is gate and up. A row's bits are the same.
     """
     return weight_NK > _SMALL_WEIGHT and (M > 64 or (swiglu and M > 32))
 
 
 def shared_u_bytes(tile: Tile, M: int, columns: int) -> int:
-    """Return the bytes of u in shared memory: its rows of all tokens of the tiles (nvfp4_shared_u.cuh)."""
+    """Return the bytes of shared memory for u in bfloat16 (nvfp4_shared_u.cuh).
+
+    columns: numbers of u per token (G R); tokens are padded to whole tiles.
+    """
     return 2 * columns * tile.padded_tokens(M)
 
 
@@ -143,7 +147,9 @@ class NVFP4Decode(PackedProduct[Tile]):
         choose: Callable[[int, int, int], Tile] | None = None,
         shares_u: Callable[[int, int, bool], bool] = pays_to_share_u,
     ):
-        """choose: return a tile for (M, N, K), instead of the table. shares_u: as pays_to_share_u has it."""
+        """choose: return a tile for (M, N, K), instead of the table. shares_u: return True for (M, N K,
+        swiglu) to keep u in shared memory, instead of pays_to_share_u; where that leaves fewer than two
+        stages, each warp loads u itself."""
         name = torch.cuda.get_device_properties(gpu_of(device)).name
         super().__init__(device, choose or partial(choose_tile, gpu=name), _WORKSPACE_WORDS)
         self._shares_u = shares_u
@@ -158,7 +164,7 @@ class NVFP4Decode(PackedProduct[Tile]):
         u_bytes, beside = 0, None
         if adapter is not None and self._shares_u(m, n * k, swiglu > 0):
             u_bytes = shared_u_bytes(tile, m, len(adapter.a))
-            beside = tile.beside(u_bytes)
+            beside = tile.with_room_for(u_bytes)
         tile, u_bytes = (tile, 0) if beside is None else (beside, u_bytes)
         kernel = self._kernel(tile, rank, swiglu, int(split), int(rank > 0 and not makes_u), u_bytes)
         kernel.launch(

@@ -1,6 +1,7 @@
 """Choose a packed product's tile by (M, N, K) and GPU, from a table measured by `python -m benchmarks tile`.
 
-    nvfp4_tile.json   for each GPU: commit and date; for each (N, K) and upper bound of M the fastest Choice
+    nvfp4_tile.json   for each GPU: commit and date of the last measurement (choices of sizes that it did not
+                      measure are older); for each (N, K) and upper bound of M the fastest Choice
 
 A product uses the choice of the nearest (N, K), by |log N / N'| + |log K / K'|, with the smallest
 `most_tokens` that is at least M. A GPU that is not in the table uses the first GPU's choices. A k_block that
@@ -43,7 +44,8 @@ class Tile:
 
     @property
     def is_wide(self) -> bool:
-        """True if multiplying warps take registers from the last warpgroup, which then starts whole."""
+        """True if the multiplying warps take over registers of the last warpgroup, which then needs all four
+        of its warps (WIDE in nvfp4_shrink.cuh)."""
         return self.tokens > 128 or self.warpgroups > 2
 
     @property
@@ -56,11 +58,13 @@ class Tile:
         return self.stages * (self.stage_bytes + 16) + 16 + 1024
 
     def threads(self, handles_u: bool) -> int:
-        """Threads of the multiplying warps, one copying warp, and one that adds up or copies u."""
+        """Return the threads of a CTA: the multiplying warps, one copying warp, and one for u if handles_u. A
+        wide tile has a whole warpgroup instead of these one or two warps."""
         return 32 * (4 * self.warpgroups + (4 if self.is_wide else 1 + int(handles_u)))
 
-    def beside(self, u_bytes: int) -> "Tile | None":
-        """Return the tile with as many of its stages as leave so many bytes of shared memory, if two do."""
+    def with_room_for(self, u_bytes: int) -> "Tile | None":
+        """Return the tile with as many of its stages as fit beside u_bytes of shared memory, or None if fewer
+        than two fit."""
         room = _SHARED_BYTES // self.ctas_per_sm - 2048 - u_bytes
         stages = min(room // (self.stage_bytes + 16), self.stages)
         return dataclasses.replace(self, stages=stages) if stages > 1 else None

@@ -26,7 +26,8 @@ _NO_WEIGHTS = "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pt
 def check_folder(folder: Path) -> Path:
     """Return the folder; raise UserError that says what to do if it is not a model in safetensors."""
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is not a model: config.json is missing{_instead(folder)}")
+        lack = "config.json is missing" if any(folder.iterdir()) else "the folder is empty"
+        raise UserError(f"{folder} is not a model: {lack}{_instead(folder)}")
     if not (_model_files(folder) or (folder / INDEX_NAME).exists()):
         raise UserError(f"{folder}: has no *.safetensors file{_instead(folder)}")
     return folder

@@ -328,6 +328,7 @@ class _Session:
         """Measure held-out reward and accuracy before or after training, once even if the run is resumed."""
         if moment in self.evaluations or not self.prompts:
             return
+        self.journal.notice(f"answering held-out problems {moment} training: {len(self.prompts)}")
         with self.journal.span("evaluate"):
             figures = self.held_out_figures()
         self.evaluations[moment] = figures

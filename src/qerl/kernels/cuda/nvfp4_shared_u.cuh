@@ -1,18 +1,19 @@
 // y += u B^T of nvfp4_decode.cu from u in shared memory. Without U_BYTES each warp loads u from global memory for each of its tiles.
 //
-// One warp of each CTA copies u of all tokens there while others multiply the weight. Where a row is 128 bytes or a multiple, those of odd
-// tokens have their halves of 64 bytes exchanged, so that the eight lanes which load at once reach all banks. Compile-time: U_BYTES, or 0.
+// One warp of each CTA copies u of all tokens to shared memory while the others multiply the weight. If a token's u is a multiple of 128
+// bytes, odd tokens have the 64-byte halves of each 128 bytes exchanged: eight lanes that load 16 bytes each then use all 32 banks.
+// Compile-time: U_BYTES, the bytes of u in shared memory, or 0: u stays in global memory.
 #pragma once
 #include "nvfp4_shrink.cuh"
 #include "packed_epilogue.cuh"
 
 #if U_BYTES
 using AnyU = u32;  // u's address in shared memory
-#define WORDS ((int)sizeof(Words) / 4)
-#define U_IN_FLIGHT 4  // pieces of a row loaded together
+constexpr int LANE_WORDS = sizeof(Words) / 4;
+#define U_IN_FLIGHT 4  // pieces, one Words each, that a lane loads together
 
 __device__ __forceinline__ int u_width(const Epilogue& e) { return SWIGLU ? 2 * RANK : RANK * (1 + (e.group1 < e.N) + (e.group2 < e.N)); }
-// The place of a byte of a token's row.
+// The offset in shared memory of a byte of a token's u; width: numbers of u per token.
 __device__ __forceinline__ int u_place(int width, int token, int byte) { return token * 2 * width + (width % 64 ? byte : byte ^ token % 2 * 64); }
 
 __device__ __forceinline__ void store_shared(u32 to, const u32 (&v)[4]) {
@@ -24,9 +25,9 @@ __device__ __forceinline__ void load_shared(u32 from, u32 (&v)[4]) {
 }
 __device__ __forceinline__ void load_shared(u32 from, u32 (&v)[2]) { asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(from)); }
 
-// Copy u of `tokens` tokens (whole tiles) to shared memory at `to`, waiting for each word that this launch makes: the work of one warp.
+// Copy u of `tokens` tokens (whole tiles) to shared memory at `to`. If this launch makes u, wait for each word. Called by one warp.
 __device__ __forceinline__ void share_u(const u32* from, const Epilogue& e, int tokens, u32 to, u32 ready) {
-  const int width = u_width(e), pieces = width / (2 * WORDS), all = tokens * pieces;
+  const int width = u_width(e), pieces = width / (2 * LANE_WORDS), all = tokens * pieces;
   grid_dependency_wait();
 #pragma unroll 1
   for (int i0 = threadIdx.x % 32; i0 < all; i0 += 32 * U_IN_FLIGHT) {
@@ -37,7 +38,7 @@ __device__ __forceinline__ void share_u(const u32* from, const Epilogue& e, int 
 #pragma unroll
       for (int i = 0; i < U_IN_FLIGHT; i++) {
         const int piece = min(i0 + i * 32, all - 1), row = piece / pieces;
-        load_relaxed(from + (GIVEN_U ? min(row, e.M - 1) : row) * (width / 2) + piece % pieces * WORDS, v[i].at);
+        load_relaxed(from + (GIVEN_U ? min(row, e.M - 1) : row) * (width / 2) + piece % pieces * LANE_WORDS, v[i].at);
       }
 #pragma unroll
       for (int i = 0; i < U_IN_FLIGHT; i++)
@@ -46,7 +47,7 @@ __device__ __forceinline__ void share_u(const u32* from, const Epilogue& e, int 
 #pragma unroll
     for (int i = 0; i < U_IN_FLIGHT; i++) {
       const int piece = min(i0 + i * 32, all - 1);
-      store_shared(to + u_place(width, piece / pieces, piece % pieces * (4 * WORDS)), v[i].at);
+      store_shared(to + u_place(width, piece / pieces, piece % pieces * (4 * LANE_WORDS)), v[i].at);
     }
   }
   mbar_arrive(ready);  // each lane
@@ -54,10 +55,10 @@ __device__ __forceinline__ void share_u(const u32* from, const Epilogue& e, int 
 
 // Rows g and g + 8 of a warp's 16 rows of B, as a lane holds them.
 struct RowsOfB {
-  Words at[RANK / (8 * WORDS)][2];
+  Words at[RANK / (8 * LANE_WORDS)][2];
   __device__ __forceinline__ void load(const Epilogue& e, int row0, int g, int t) {
 #pragma unroll
-    for (int i = 0; i < RANK / (4 * WORDS); i++) at[i / 2][i % 2] = *(const Words*)(e.lora_b + (size_t)(row0 + g + i % 2 * 8) * RANK + (8 * (i / 2) + 2 * t) * WORDS);
+    for (int i = 0; i < RANK / (4 * LANE_WORDS); i++) at[i / 2][i % 2] = *(const Words*)(e.lora_b + (size_t)(row0 + g + i % 2 * 8) * RANK + (8 * (i / 2) + 2 * t) * LANE_WORDS);
   }
 };
 
@@ -68,14 +69,14 @@ __device__ __forceinline__ void add_shared_u(float (&acc)[COUNT][4], const RowsO
 #pragma unroll
   for (int n = 0; n < COUNT; n++)
 #pragma unroll
-    for (int k = 0; k < RANK / (8 * WORDS); k++)
+    for (int k = 0; k < RANK / (8 * LANE_WORDS); k++)
 #pragma unroll
       for (int part = 0; part < 1 + SWIGLU; part++) {
         const Words &low = b.at[k][0], &high = b.at[k][1];
         Words v;
-        load_shared(u + n * 16 * width + u_place(width, m0 + g, 2 * (offset + part * RANK) + (4 * k + t) * (4 * WORDS)), v.at);
+        load_shared(u + n * 16 * width + u_place(width, m0 + g, 2 * (offset + part * RANK) + (4 * k + t) * (4 * LANE_WORDS)), v.at);
 #pragma unroll
-        for (int i = 0; i < WORDS; i += 2)
+        for (int i = 0; i < LANE_WORDS; i += 2)
           mma(acc[n], SWIGLU && part ? 0 : low.at[i], SWIGLU && !part ? 0 : high.at[i], SWIGLU && part ? 0 : low.at[i + 1],
               SWIGLU && !part ? 0 : high.at[i + 1], v.at[i], v.at[i + 1]);
       }

@@ -15,10 +15,12 @@
 #include "launch.cuh"
 #include "nvfp4_unit.cuh"
 
-#define WIDE (MT > 128 || WG > 2)  // multiplying warps take registers from the last warpgroup, which copies and adds u up
+#define WIDE (MT > 128 || WG > 2)  // multiplying warps take over registers of the last warpgroup, whose warps copy stages and add up or copy u
 #define SHRINK_WARPS (RANK && !GIVEN_U ? 1 : 0)  // GIVEN_U: u is an input, [M, rows] bf16
 #define FEW_REGISTERS (SHRINK_WARPS ? 56 : U_BYTES ? 40 : 24)
-#define MANY_REGISTERS (((WG == 2 ? 504 : 512) - FEW_REGISTERS) / WG / 8 * 8)  // of 168 x 384 and 128 x 512 in all
+// A multiplying thread's: 168 x 384 (WG 2) or 128 x 512 (WG 3) registers in all, less those of the last warpgroup.
+#define MANY_REGISTERS (((WG == 2 ? 504 : 512) - FEW_REGISTERS) / WG / 8 * 8)
+static_assert(!WIDE || (CTAS == 1 && (WG == 2 || WG == 3)), "setmaxnreg: one CTA of two or three multiplying warpgroups");
 #define SLICE_K (KB < 256 ? KB : 256)
 
 struct LowRank {
@@ -100,7 +102,7 @@ __device__ __forceinline__ int compute_slices(const LowRank& l, int token_tiles,
   return own;
 }
 
-#define IN_FLIGHT (WIDE ? 8 : 14 * WG)  // slices loaded together
+#define IN_FLIGHT (WIDE ? 8 : 14 * WG)  // slices loaded together; WIDE: the warp has FEW_REGISTERS
 
 // Add a row's slices for two tokens in the order of k, as they arrive.
 __device__ __forceinline__ void add_slices(u32* from, size_t stride, int slices, float& low, float& high) {

@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_if(bool condition, void* p, u32 v) {
 __device__ __forceinline__ void store_if(bool condition, void* p, float v) { store_if(condition, p, __float_as_uint(v)); }
 #endif
 
-// Of so many token groups, those that are loaded together, at most 8; the last are fewer if this is no divisor.
+// How many of `count` token groups are loaded at once: at most 8, in chunks as equal as possible; the last may be smaller.
 __device__ constexpr int together(int count) {
   const int times = (count + 7) / 8;
   return (count + times - 1) / times;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void scale_sums(float (&acc)[COUNT][4], const Epilogu
   }
 }
 
-// y = sums + residual, sums, or silu(gate) * up of them
+// Write y: the sums, with the residual added, or activation(gate) * up, whose rows are both among the sums.
 template <int COUNT>
 __device__ __forceinline__ void write_sums(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
 #if !SWIGLU
