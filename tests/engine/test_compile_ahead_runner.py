@@ -1,10 +1,12 @@
-"""A runner compiles ahead what its steps of every number of rows launch, and launches none of it."""
+"""A runner compiles what its first steps launch, then what steps of other numbers of rows do, and launches
+none of it."""
 
 import pytest
 import torch
 
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.kernels import nvrtc
+from qerl.kernels.compile_ahead import BackgroundCompiler
 from qerl.kernels.nvrtc import compiled
 
 
@@ -12,7 +14,7 @@ class Sampler:
     is_capturable = False
 
 
-def test_the_kernels_of_every_number_of_rows_are_compiled(tmp_path, monkeypatch):
+def test_the_kernels_of_the_first_batch_come_first_and_the_others_while_it_runs(tmp_path, monkeypatch):
     pytest.importorskip("cuda.bindings.nvrtc")
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
@@ -25,9 +27,21 @@ def test_the_kernels_of_every_number_of_rows_are_compiled(tmp_path, monkeypatch)
 
     sizes = {"max_rows": 4, "max_pages": 1, "page_tokens": 16, "max_steps": 1, "min_rows": 1}
     runner = DecodeRunner(forward, Sampler(), **sizes, device=cpu, pool=None)  # type: ignore[arg-type]
-    report = runner.compile_ahead(most_samples=3)
-    assert (report.num_kernels, report.num_compiled) == (3, 3) and report.compile_s > 0
     heads = [32 * rows for rows in (1, 2, 3, 4)]
     paths = [nvrtc.cubin_path("rotary.cu", {"HEAD": head, "THREADS": 128}, "sm_86") for head in heads]
-    assert [path.exists() for path in paths] == [True, True, True, False]
-    assert runner.compile_ahead(most_samples=9).num_compiled == 1 and paths[3].exists()
+    order = []
+    start = BackgroundCompiler.start
+
+    def started(self):
+        order.append([path.exists() for path in paths])
+        order.append([dict(each.defines)["HEAD"] // 32 for each in self._find()])
+        start(self)
+
+    monkeypatch.setattr(BackgroundCompiler, "start", started)
+    report = runner.compile_ahead(num_samples=3, most_samples=4)
+    assert (report.num_kernels, report.num_compiled) == (1, 1) and report.compile_s > 0
+    assert order == [[False, False, True, False], [3, 2, 4, 1]]
+    assert runner.compiler is not None
+    runner.compiler.wait()
+    assert all(path.exists() for path in paths)
+    assert runner.compile_ahead(num_samples=9, most_samples=9).num_compiled == 0

@@ -23,13 +23,16 @@ from qerl.engine.decode_forward import DecodeForward
 from qerl.engine.live_sample import LiveSample
 from qerl.engine.sampler import FusedSampler, Sampler
 from qerl.engine.scheduler import num_pages
-from qerl.kernels.compile_ahead import compile_ahead
+from qerl.kernels.architectures import architecture_name
+from qerl.kernels.compile_ahead import BackgroundCompiler, compile_ahead
 from qerl.kernels.compile_tally import CompileReport
 from qerl.kernels.cuda_graph import record_graph
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.nvrtc import KernelVariant, dry_run
 
 _BATCH = "tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "states_B"
+FIRST_TOKEN_ROWS = 64
+"""Rows when first tokens are sampled: logits of 64 tokens at V 152,064 take 39 MB in fp32."""
 BUCKETS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 
 
@@ -70,6 +73,8 @@ class DecodeRunner:
         """Steps launched since this was last set to 0."""
         self.record_s = 0.0
         """Seconds of the first step of each number of rows and of recording it, since this was set to 0."""
+        self.compiler: BackgroundCompiler | None = None
+        """Compiles what other numbers of rows launch."""
         self._forward, self._page_tokens, self._pool = forward, page_tokens, pool
         self._max_steps = max_steps
         self.max_rows, self._min_rows, self._device = max_rows, min_rows, device
@@ -116,18 +121,25 @@ class DecodeRunner:
         )
         return tokens_B[:M], logprobs_B[:M]
 
-    def compile_ahead(self, most_samples: int) -> CompileReport:
-        """Compile in parallel what steps of up to this many samples launch, before the first of them."""
-        return compile_ahead(self.variants(most_samples), self._device)
+    def compile_ahead(self, num_samples: int, most_samples: int) -> CompileReport:
+        """Compile in parallel what steps of num_samples samples launch, and then, while they run, what those
+        of up to most_samples do, the most similar numbers of rows first."""
+        first = min(num_samples, self.max_rows)
+        report = compile_ahead(self.variants({first, min(first, FIRST_TOKEN_ROWS)}), self._device)
+        others = sorted(range(1, most_samples + 1), key=lambda samples: abs(samples - first))
+        variants, capability = self.variants(others), torch.cuda.get_device_capability(self._device)
+        self.compiler = BackgroundCompiler(lambda: variants, architecture_name(capability))
+        self.compiler.start()
+        return report
 
     @torch.no_grad()
-    def variants(self, most_samples: int) -> list[KernelVariant]:
-        """Return the kernels of steps of up to this many samples, and of sampling their first tokens.
+    def variants(self, num_samples: Iterable[int]) -> list[KernelVariant]:
+        """Return the kernels of steps of each of these numbers of samples, and of sampling first tokens.
 
         For a forward pass of this project's kernels: they only note what they would launch, but PyTorch's
         operations run, on tensors that no kernel has filled.
         """
-        samples, state = range(1, min(most_samples, self.max_rows) + 1), self._state
+        samples, state = [min(each, self.max_rows) for each in num_samples], self._state
         with dry_run() as variants:
             for num_rows in dict.fromkeys(map(self._rows, samples)):
                 hidden_BD = self._forward(state, num_rows)

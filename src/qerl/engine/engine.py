@@ -125,7 +125,8 @@ class Engine(SamplingEngine):
         self, groups: list[LiveGroup], prompts_P: list[Prompt], sampling: Sampling | None
     ) -> Iterator[NewGeneration]:
         with self._present_cache(groups, prompts_P) as cache:
-            runner = self._runners.of(cache, sampling, self._max_pages(groups))
+            num_samples = sum(len(group.samples_G) for group in groups)
+            runner = self._runners.of(cache, sampling, self._max_pages(groups), max(num_samples, 1))
             yield functools.partial(self._generation, cache, runner)
 
     @torch.no_grad()
@@ -148,7 +149,8 @@ class Engine(SamplingEngine):
             for batch in batches(
                 groups, lambda g: max(self._branching_pages(g, cache), share), cache.num_pages
             ):
-                runner = self._runners.of(cache, sampling, self._max_pages(batch))
+                pages, num_first = self._max_pages(batch), sum(len(group.samples_G) for group in batch)
+                runner = self._runners.of(cache, sampling, pages, num_first)
                 generation = self._generation(cache, runner, batch, call)
                 yield BranchBatch(
                     batch,
@@ -170,7 +172,8 @@ class Engine(SamplingEngine):
             each = dataclasses.replace(sampling, max_tokens=longest)
             live.append(self._new_group(index, group.prompt, len(group.samples_G), each))
         with self._present_cache(live, prompts_P) as cache:
-            runner = self._runners.of(cache, None if by_requests else sampling, self._max_pages(live))
+            shared = None if by_requests else sampling
+            runner = self._runners.of(cache, shared, self._max_pages(live), self.max_rows)
             if isinstance(runner.sampler, RowSampler):
                 runner.sampler.bind_scores(sampling.temperature)
             self._runners.publish()

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qerl.engine.decode_runner import Burst
+from qerl.engine.decode_runner import FIRST_TOKEN_ROWS, Burst
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation_parts import PromptForward, SampleCaches, StepRunner
 from qerl.engine.live_sample import LiveGroup, LiveSample
@@ -28,9 +28,6 @@ from qerl.engine.scheduler import Scheduler
 from qerl.engine.state_cache import StateCache
 from qerl.errors import UserError
 from qerl.types import Conversation, Prompt, Turn
-
-# Rows when first tokens are sampled: logits of 64 tokens at V 152,064 take 39 MB in fp32.
-_FIRST_TOKEN_ROWS = 64
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,7 +53,8 @@ class Stats:
     open_s: float = 0.0
     """Part of generate_s before the first prefill: the KV cache, and compile_s."""
     compile_s: float = 0.0
-    """Compiling decode kernels that the disk cache does not have, in parallel."""
+    """Compiling, in parallel, the first batch's decode kernels that the disk cache does not have; other
+    numbers of rows have theirs compiled while steps run."""
     record_s: float = 0.0
     """Part of generate_s: the first step of each number of rows, and the recording of its CUDA graph."""
     finish_s: list[float] = dataclasses.field(default_factory=list)
@@ -267,7 +265,7 @@ class Generation:
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G if not s.tokens_T]
         for _, s in pairs:
             self._limit_turn(s)
-        size = min(_FIRST_TOKEN_ROWS, self._runner.max_rows)
+        size = min(FIRST_TOKEN_ROWS, self._runner.max_rows)
         for first in range(0, len(pairs), size):
             rows, samples = zip(*pairs[first : first + size], strict=True)
             self._sample_first(hidden_PD[torch.tensor(rows, device=hidden_PD.device)], list(samples))

@@ -90,22 +90,23 @@ class RunnerCache:
         self._pool: Any = None
         self._compile_s = 0.0
 
-    def of(self, cache: KVCache, sampling: Sampling | None, max_pages: int) -> DecodeRunner:
-        """Return the runner for sequences of up to max_pages pages of this cache; without sampling parameters
-        every row has its own."""
+    def of(self, cache: KVCache, sampling: Sampling | None, max_pages: int, num_samples: int) -> DecodeRunner:
+        """Return the runner for sequences of up to max_pages pages of this cache, at first of num_samples
+        samples; without sampling parameters every row has its own."""
         runner = self._runner(cache, sampling, max_pages)
         if self._is_fast and self.compiled is None:
             start_s = time.perf_counter()
-            self.compiled = runner.compile_ahead(self.max_rows)
+            self.compiled = runner.compile_ahead(num_samples, self.max_rows)
             self._compile_s += time.perf_counter() - start_s
         runner.discard_unread()
         return runner
 
     def variants(self, cache: KVCache, sampling: Sampling, max_pages: int) -> list[KernelVariant]:
-        """Return the kernels that `of` would compile; none if PyTorch's operations are used."""
+        """Return the kernels that `of` would compile, at once or later; none if PyTorch's operations are
+        used."""
         if not self._is_fast:
             return []
-        return self._runner(cache, sampling, max_pages).variants(self.max_rows)
+        return self._runner(cache, sampling, max_pages).variants(range(1, self.max_rows + 1))
 
     def _runner(self, cache: KVCache, sampling: Sampling | None, max_pages: int) -> DecodeRunner:
         if max_pages > self._max_pages:

@@ -2,7 +2,7 @@
 
     first_s          wall-clock time of the first call of the engine's generate, prefill included
     first_open_s     part of it before the first prefill: making the KV cache, compiling decode kernels
-    compile_s        part of that: compiling the decode kernels that the disk cache does not have
+    compile_s        part of that: compiling the first batch's decode kernels that the disk cache lacks
     first_prefill_s  part of it: scheduling, prefills and first tokens
     record_s         part of it: the first step of each number of rows, and recording its CUDA graph
     call_s           wall-clock time of a later call
