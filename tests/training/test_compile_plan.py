@@ -15,6 +15,7 @@ from qerl.engine.runner_cache import RunnerCache
 from qerl.engine.scheduler import num_pages
 from qerl.formats import BF16
 from qerl.kernels.architectures import ARCHITECTURES
+from qerl.kernels.compile_tally import CompileReport
 from qerl.learner.planned_pass import pass_kernels
 from qerl.models import decoder as decoders
 from qerl.models.outline import outlined_decoder
@@ -46,8 +47,8 @@ def mixture():
     return dataclasses.replace(a, layer_kinds=a.layer_kinds[:2], mixture=experts)
 
 
-def loaded_kernels(a, format, head, kernels, monkeypatch):
-    """Return what an engine of a decoder with weights would compile, on a CPU that pretends to be a GPU."""
+def loaded(a, format, head, kernels, monkeypatch):
+    """Return the runners and the cache of a decoder with weights, on a CPU that pretends to be a GPU."""
     for module in ("random_weights", "lm_head"):
         monkeypatch.setattr(f"qerl.models.{module}.has_tile_kernels", lambda device: True)
     monkeypatch.setattr(DecodeRunner, "_uses_graphs", True)
@@ -56,8 +57,32 @@ def loaded_kernels(a, format, head, kernels, monkeypatch):
     decoder = random_decoder(a, format=format, rank=32, device=cpu, seed=0, head=head)
     runners = RunnerCache(decoder, config, frozenset((0,)), kernels)
     assert runners.obstacle is None
-    cache = KVCache(a, 1, config.block_size, HALF, cpu)
-    return runners.variants(cache, SAMPLING, num_pages(300, config.block_size))
+    return runners, KVCache(a, 1, config.block_size, HALF, cpu)
+
+
+def loaded_kernels(*case):
+    """Return what such an engine would compile."""
+    runners, cache = loaded(*case)
+    return runners.variants(cache, SAMPLING, num_pages(300, cache.page_tokens))
+
+
+def test_the_first_call_tells_how_many_samples_come_first_and_a_caller_may_wait_for_the_others(monkeypatch):
+    calls, compiler = [], SimpleNamespace(is_waited=False)
+    compiler.wait = lambda: setattr(compiler, "is_waited", True)
+
+    def compile_ahead(self, *counts):
+        calls.append(counts)
+        self.compiler = compiler
+        return CompileReport(3, 0, 0.0)
+
+    monkeypatch.setattr(DecodeRunner, "compile_ahead", compile_ahead)
+    runners, cache = loaded(DENSE, "nvfp4", "bf16", "hopper", monkeypatch)
+    runners.wait_compiled()
+    for num_samples in (5, 7):
+        runners.of(cache, SAMPLING, 4, num_samples)
+    assert calls == [(5, 40)] and runners.compiled == CompileReport(3, 0, 0.0) and not compiler.is_waited
+    runners.wait_compiled()
+    assert compiler.is_waited
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,10 @@ class Engine(SamplingEngine):
     def compile_report(self) -> CompileReport | None:
         return self._runners.compiled
 
+    def wait_compiled(self) -> None:
+        """Return when nothing is compiled any more; steps of any number of rows may run meanwhile."""
+        self._runners.wait_compiled()
+
     def expect(self, num_positions: int) -> None:
         super().expect(num_positions)
         self._runners.expected_pages = num_pages(self._expected_positions, self._config.block_size)
@@ -125,8 +129,8 @@ class Engine(SamplingEngine):
         self, groups: list[LiveGroup], prompts_P: list[Prompt], sampling: Sampling | None
     ) -> Iterator[NewGeneration]:
         with self._present_cache(groups, prompts_P) as cache:
-            num_samples = sum(len(group.samples_G) for group in groups)
-            runner = self._runners.of(cache, sampling, self._max_pages(groups), max(num_samples, 1))
+            num_first = max(sum(len(group.samples_G) for group in groups), 1)
+            runner = self._runners.of(cache, sampling, self._max_pages(groups), num_first)
             yield functools.partial(self._generation, cache, runner)
 
     @torch.no_grad()

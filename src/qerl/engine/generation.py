@@ -53,8 +53,7 @@ class Stats:
     open_s: float = 0.0
     """Part of generate_s before the first prefill: the KV cache, and compile_s."""
     compile_s: float = 0.0
-    """Compiling, in parallel, the first batch's decode kernels that the disk cache does not have; other
-    numbers of rows have theirs compiled while steps run."""
+    """Compiling, in parallel, the first batch's decode kernels that the disk cache does not have."""
     record_s: float = 0.0
     """Part of generate_s: the first step of each number of rows, and the recording of its CUDA graph."""
     finish_s: list[float] = dataclasses.field(default_factory=list)

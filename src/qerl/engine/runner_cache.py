@@ -29,6 +29,7 @@ from qerl.engine.scheduler import num_pages
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8, PackedWeight
 from qerl.kernels.chunked_attention import chunked_decode
+from qerl.kernels.compile_ahead import BackgroundCompiler
 from qerl.kernels.compile_tally import CompileReport
 from qerl.kernels.decode_shape import CHUNK
 from qerl.kernels.grouped_hopper import HopperGroupedProduct
@@ -87,23 +88,29 @@ class RunnerCache:
         self._teacher_forcing: TeacherForcing | None = None
         self.compiled: CompileReport | None = None
         """The kernels compiled before the first step; None if none were, as with PyTorch's operations."""
+        self._compiler: BackgroundCompiler | None = None
         self._pool: Any = None
         self._compile_s = 0.0
 
-    def of(self, cache: KVCache, sampling: Sampling | None, max_pages: int, num_samples: int) -> DecodeRunner:
-        """Return the runner for sequences of up to max_pages pages of this cache, at first of num_samples
+    def of(self, cache: KVCache, sampling: Sampling | None, max_pages: int, num_first: int) -> DecodeRunner:
+        """Return the runner for sequences of up to max_pages pages of this cache, at first of num_first
         samples; without sampling parameters every row has its own."""
         runner = self._runner(cache, sampling, max_pages)
         if self._is_fast and self.compiled is None:
             start_s = time.perf_counter()
-            self.compiled = runner.compile_ahead(num_samples, self.max_rows)
+            self.compiled = runner.compile_ahead(num_first, self.max_rows)
             self._compile_s += time.perf_counter() - start_s
+            self._compiler = runner.compiler
         runner.discard_unread()
         return runner
 
+    def wait_compiled(self) -> None:
+        """Return when the kernels of other numbers of rows are compiled, too."""
+        if self._compiler is not None:
+            self._compiler.wait()
+
     def variants(self, cache: KVCache, sampling: Sampling, max_pages: int) -> list[KernelVariant]:
-        """Return the kernels that `of` would compile, at once or later; none if PyTorch's operations are
-        used."""
+        """Return the kernels that `of` compiles, at once or later; none with PyTorch's operations."""
         if not self._is_fast:
             return []
         return self._runner(cache, sampling, max_pages).variants(range(1, self.max_rows + 1))

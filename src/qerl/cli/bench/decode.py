@@ -92,6 +92,7 @@ def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) 
     with _noise(decoder, case.noise_sigma):
         _generate(engine, case, prompts_P, max_tokens=_FIRST_TOKENS, step=0)
         ready_s += time.perf_counter() - start_s
+        engine.wait_compiled()  # kernels that this batch does not launch
         each = [_generate(engine, case, prompts_P, case.max_tokens, step=1 + run) for run in range(runs)]
     return {
         "tok_per_s": round(statistics.median(stats.tokens_per_s for stats in each), 1),

@@ -44,10 +44,7 @@ class Product:
         return 1e3 * times.ms / len(self._copies)
 
     def work(self, kernels: NVFP4Decode | PortableProduct, M: int, *, gives_u: bool) -> Callable[[], None]:
-        """Return a function that launches the product once for each copy of its weights.
-
-        gives_u: as in launch_us.
-        """
+        """Return a function that launches the product once for each copy of its weights."""
         x_MK = torch.randn(M, self.gemm.in_width, device=self._device).bfloat16()
         adapter = self._adapter
         if adapter is not None and gives_u:
