@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import stat
 import threading
 import time
 from pathlib import Path
@@ -99,6 +100,26 @@ def test_a_fork_renders_in_a_child_of_its_own_and_leaves_that_of_the_other(tmp_p
     assert process.returncode == 0, stderr
     assert int(stdout) != pid and gone(int(stdout))
     assert "2 + 2" in render_chat(made, MESSAGES)[0] and child_of(made) == pid
+
+
+def test_a_fork_cannot_write_to_the_child():
+    """A job that writes to every socket it finds must not end it: the run would leave a row out."""
+    made = tokenizer()
+    text = render_chat(made, MESSAGES)
+    sockets = [pipe.fileno() for pipe in template_process._PIPES if not pipe.closed]
+    assert sockets and all(map(is_socket, sockets))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(any(map(is_socket, sockets)))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert render_chat(made, MESSAGES) == text
+
+
+def is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 
 
 def test_the_child_of_a_killed_process_ends(tmp_path):

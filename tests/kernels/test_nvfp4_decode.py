@@ -241,7 +241,19 @@ def test_groups_of_rows_use_their_own_adapter(M, starts, kernels, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "R"), [(3, 0), (16, 32), (48, 16), (100, 32), (256, 0)])
 def test_swiglu_is_no_less_exact_than_torch(M, R, kernels, rng):
-    F, K = 1536, 576
+    check_swiglu(kernels, M, 1536, 576, R, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tile", [op.Tile(64, 3, 256, 3, 1), op.Tile(96, 3, 128, 4, 1), op.Tile(256, 2, 64, 4, 1)]
+)
+def test_swiglu_in_tiles_that_take_registers_over(tile, kernels_of, rng):
+    """Its 3,008 rows end in two thirds of a tile of 192."""
+    check_swiglu(kernels_of(tile), tile.tokens - 3, 1504, 1792, 32, rng)
+
+
+def check_swiglu(kernels, M, F, K, R, rng):
     codes, scales, x, alpha, a, b = case(M, 2 * F, K, R, rng, groups=2)
     alpha, adapter = alpha * 0.02, None
     truth, plain = op.reference(x, codes, scales, alpha), torch_path(codes, scales, x, alpha)

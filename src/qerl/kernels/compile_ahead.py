@@ -41,7 +41,11 @@ def compile_for(
 ) -> CompileReport:
     """Do the same for an architecture such as sm_86; needs no GPU."""
     start, sources = time.perf_counter(), _sources(variants)
-    missing = [(file, dict(defines)) for file, defines in sources if _is_missing(file, defines, architecture)]
+    missing = [
+        (file, dict(defines))
+        for file, defines in sources
+        if not cubin_path(file, dict(defines), architecture).exists()
+    ]
     workers = min(workers or _num_cores(), _MOST_WORKERS)
     with TALLY.waiting(), ThreadPoolExecutor(workers, "compile") as pool:
         for future in [pool.submit(cached_cubin, *source, architecture) for source in missing]:
@@ -74,8 +78,7 @@ class BackgroundCompiler:
 
     def _run(self) -> None:
         try:
-            sources = _sources(self._find())
-            self._left.extend(source for source in sources if _is_missing(*source, self._architecture))
+            self._left.extend(_sources(self._find()))
         except Exception as error:  # this part only saves time; whatever is wrong shows in the run itself
             TALLY.note_error(error)
         others = [threading.Thread(target=self._work, name="compile") for _ in range(self._num_workers - 1)]
@@ -102,10 +105,6 @@ class BackgroundCompiler:
 def _sources(variants: Iterable[KernelVariant]) -> Sequence[tuple[str, tuple[tuple[str, int], ...]]]:
     """Return the different files with definitions, in order."""
     return list(dict.fromkeys((each.file, each.defines) for each in variants))
-
-
-def _is_missing(file: str, defines: tuple[tuple[str, int], ...], architecture: str) -> bool:
-    return not cubin_path(file, dict(defines), architecture).exists()
 
 
 def _num_cores() -> int:

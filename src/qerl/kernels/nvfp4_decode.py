@@ -127,10 +127,7 @@ def pays_to_share_u(M: int, weight_NK: int, swiglu: bool) -> bool:
 
 
 def shared_u_bytes(tile: Tile, M: int, columns: int) -> int:
-    """Return the bytes of shared memory for u in bfloat16 (nvfp4_shared_u.cuh).
-
-    columns: numbers of u per token (G R); tokens are padded to whole tiles.
-    """
+    """Return the bytes of shared memory for u, bfloat16 [tokens of whole tiles, columns]."""
     return 2 * columns * tile.padded_tokens(M)
 
 

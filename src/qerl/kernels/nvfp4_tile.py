@@ -44,8 +44,7 @@ class Tile:
 
     @property
     def is_wide(self) -> bool:
-        """True if the multiplying warps take over registers of the last warpgroup, which then needs all four
-        of its warps (WIDE in nvfp4_shrink.cuh)."""
+        """True if multiplying warps take over registers of the last warpgroup (WIDE in nvfp4_shrink.cuh)."""
         return self.tokens > 128 or self.warpgroups > 2
 
     @property

@@ -39,6 +39,9 @@ _WATCH_S = 1.0
 
 Messages = Sequence[Mapping[str, Any]]
 
+_PIPES: "weakref.WeakSet[Connection]" = weakref.WeakSet()  # closed in forks, whose jobs could write to them
+os.register_at_fork(after_in_child=lambda: [pipe.close() for pipe in _PIPES])
+
 
 class TemplateProcess:
     """Renders one tokenizer's messages; the process that made it must be the one that uses it."""
@@ -75,6 +78,7 @@ class TemplateProcess:
             return self._child
         self._end()
         pipe, theirs = Pipe()
+        _PIPES.add(pipe)
         try:
             with theirs:
                 process = fork_process(_serve, theirs, os.getpid(), tokenizer)
