@@ -9,6 +9,7 @@ of the table a measured choice replaces the one of the same (N, K, most_tokens);
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +19,10 @@ import torch
 from benchmarks.linear import check_supported
 from qerl.cli.bench.measure import cuda_device
 from qerl.cli.bench.options import check_ranks
-from qerl.cli.bench.product import Product
+from qerl.cli.bench.product import Product, timed_batches
 from qerl.cli.bench.record import ROOT, read_origin
 from qerl.config.check import check_positive
-from qerl.kernels import nvfp4_decode, nvfp4_tile, nvrtc
+from qerl.kernels import nvfp4_decode, nvrtc
 from qerl.kernels.compile_ahead import compile_ahead
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, Choice, Tile
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
@@ -143,29 +144,24 @@ class _Tiles:
         """Compile the kernels of all choices in parallel."""
         with nvrtc.dry_run() as variants:
             for choice in choices:
-                for M in _tokens(choice):
-                    self._product.work(self._kernels, M, gives_u=self._sets_tile(choice, M))()
+                for M, gives_u in self._cases(choice):
+                    self._product.work(self._kernels, M, gives_u=gives_u)()
         compile_ahead(variants, self._device)
 
     def timed(self, choice: Choice, runs: int) -> Choice:
         """Return the choice with its time per launch in us; small ones average two batches."""
-        each_us = []
-        for M in _tokens(choice):
-            gives_u = self._sets_tile(choice, M)
-            each_us.append(self._product.launch_us(self._kernels, M, runs, gives_u=gives_u))
+        each_us = [
+            self._product.launch_us(self._kernels, M, runs, gives_u=gives_u)
+            for M, gives_u in self._cases(choice)
+        ]
         return dataclasses.replace(choice, us=round(math.prod(each_us) ** (1 / len(each_us)), 2))
 
-    def _sets_tile(self, choice: Choice, M: int) -> bool:
-        """Set the tile of the next launches. Return whether they are given u."""
-        self._tile = choice.tile(M, self._gemm.in_width)
-        return not nvfp4_decode.pays_to_make_u(M, self._gemm.num_weights)
+    def _cases(self, choice: Choice) -> Iterator[tuple[int, bool]]:
+        """Yield each batch of the choice while its tile is set, and whether launches are given u."""
+        for M in timed_batches(choice.most_tokens):
+            self._tile = choice.tile(M, self._gemm.in_width)
+            yield M, not nvfp4_decode.pays_to_make_u(M, self._gemm.num_weights)
 
     def _chosen(self) -> Tile:
         assert self._tile is not None
         return self._tile
-
-
-def _tokens(choice: Choice) -> tuple[int, ...]:
-    """Return the batches that a choice is timed at."""
-    smallest = choice.most_tokens == nvfp4_tile.MOST_TOKENS[0]
-    return (8, choice.most_tokens) if smallest else (choice.most_tokens,)

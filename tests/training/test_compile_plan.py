@@ -72,8 +72,7 @@ def test_the_first_call_tells_how_many_samples_come_first_and_a_caller_may_wait_
 
     def compile_ahead(self, *counts):
         calls.append(counts)
-        self.compiler = compiler
-        return CompileReport(3, 0, 0.0)
+        return CompileReport(3, 0, 0.0), compiler
 
     monkeypatch.setattr(DecodeRunner, "compile_ahead", compile_ahead)
     runners, cache = loaded(DENSE, "nvfp4", "bf16", "hopper", monkeypatch)

@@ -73,8 +73,6 @@ class DecodeRunner:
         """Steps launched since this was last set to 0."""
         self.record_s = 0.0
         """Seconds of the first step of each number of rows and of recording it, since this was set to 0."""
-        self.compiler: BackgroundCompiler | None = None
-        """Compiles what other numbers of rows launch."""
         self._forward, self._page_tokens, self._pool = forward, page_tokens, pool
         self._max_steps = max_steps
         self.max_rows, self._min_rows, self._device = max_rows, min_rows, device
@@ -121,16 +119,16 @@ class DecodeRunner:
         )
         return tokens_B[:M], logprobs_B[:M]
 
-    def compile_ahead(self, num_samples: int, most_samples: int) -> CompileReport:
-        """Compile in parallel what steps of num_samples samples launch, and then, while they run, what those
-        of up to most_samples do, the most similar numbers of rows first."""
+    def compile_ahead(self, num_samples: int, most_samples: int) -> tuple[CompileReport, BackgroundCompiler]:
+        """Compile in parallel what steps of num_samples samples launch. Return, with the report, a compiler
+        that has started on those of up to most_samples, the most similar numbers of rows first."""
         first = min(num_samples, self.max_rows)
         report = compile_ahead(self.variants({first, min(first, FIRST_TOKEN_ROWS)}), self._device)
         others = sorted(range(1, most_samples + 1), key=lambda samples: abs(samples - first))
         variants, capability = self.variants(others), torch.cuda.get_device_capability(self._device)
-        self.compiler = BackgroundCompiler(lambda: variants, architecture_name(capability))
-        self.compiler.start()
-        return report
+        compiler = BackgroundCompiler(lambda: variants, architecture_name(capability))
+        compiler.start()
+        return report, compiler
 
     @torch.no_grad()
     def variants(self, num_samples: Iterable[int]) -> list[KernelVariant]:

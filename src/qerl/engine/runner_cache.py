@@ -98,9 +98,8 @@ class RunnerCache:
         runner = self._runner(cache, sampling, max_pages)
         if self._is_fast and self.compiled is None:
             start_s = time.perf_counter()
-            self.compiled = runner.compile_ahead(num_first, self.max_rows)
+            self.compiled, self._compiler = runner.compile_ahead(num_first, self.max_rows)
             self._compile_s += time.perf_counter() - start_s
-            self._compiler = runner.compiler
         runner.discard_unread()
         return runner
 

@@ -41,11 +41,7 @@ def compile_for(
 ) -> CompileReport:
     """Do the same for an architecture such as sm_86; needs no GPU."""
     start, sources = time.perf_counter(), _sources(variants)
-    missing = [
-        (file, dict(defines))
-        for file, defines in sources
-        if not cubin_path(file, dict(defines), architecture).exists()
-    ]
+    missing = _missing(sources, architecture)
     workers = min(workers or _num_cores(), _MOST_WORKERS)
     with TALLY.waiting(), ThreadPoolExecutor(workers, "compile") as pool:
         for future in [pool.submit(cached_cubin, *source, architecture) for source in missing]:
@@ -65,7 +61,7 @@ class BackgroundCompiler:
     ):
         """find: return the kernels; called in a thread. workers: threads; None: one a CPU core but one."""
         self._find, self._architecture = find, architecture
-        self._left: collections.deque[tuple[str, tuple[tuple[str, int], ...]]] = collections.deque()
+        self._left: collections.deque[tuple[str, dict[str, int]]] = collections.deque()
         self._num_workers = workers or min(max(_num_cores() - 1, 1), _MOST_WORKERS)
         self._first = threading.Thread(target=self._run, name="compile")
 
@@ -78,7 +74,7 @@ class BackgroundCompiler:
 
     def _run(self) -> None:
         try:
-            self._left.extend(_sources(self._find()))
+            self._left.extend(_missing(_sources(self._find()), self._architecture))
         except Exception as error:  # this part only saves time; whatever is wrong shows in the run itself
             TALLY.note_error(error)
         others = [threading.Thread(target=self._work, name="compile") for _ in range(self._num_workers - 1)]
@@ -92,11 +88,11 @@ class BackgroundCompiler:
         main = threading.main_thread()
         while main.is_alive():
             try:
-                file, defines = self._left.popleft()
+                source = self._left.popleft()
             except IndexError:
                 return
             try:
-                cached_cubin(file, dict(defines), self._architecture)
+                cached_cubin(*source, self._architecture)
             except Exception as error:
                 self._left.clear()
                 TALLY.note_error(error)
@@ -105,6 +101,14 @@ class BackgroundCompiler:
 def _sources(variants: Iterable[KernelVariant]) -> Sequence[tuple[str, tuple[tuple[str, int], ...]]]:
     """Return the different files with definitions, in order."""
     return list(dict.fromkeys((each.file, each.defines) for each in variants))
+
+
+def _missing(
+    sources: Sequence[tuple[str, tuple[tuple[str, int], ...]]], architecture: str
+) -> list[tuple[str, dict[str, int]]]:
+    """Return those that the cache does not have."""
+    each = [(file, dict(defines)) for file, defines in sources]
+    return [source for source in each if not cubin_path(*source, architecture).exists()]
 
 
 def _num_cores() -> int:

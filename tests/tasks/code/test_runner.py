@@ -44,7 +44,7 @@ def children() -> int:
 
 
 def is_nothing_left() -> bool:
-    end = time.monotonic() + 30  # another worker of pytest may run some
+    end = time.monotonic() + 10
     while children() and time.monotonic() < end:
         time.sleep(0.02)
     return children() == 0

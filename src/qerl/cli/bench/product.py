@@ -7,11 +7,17 @@ import torch
 
 from qerl.cli.bench.timing import graph_times
 from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pack
+from qerl.kernels.nvfp4_tile import MOST_TOKENS
 from qerl.kernels.portable_product import PortableProduct
 from qerl.models.layer_spec import LinearGroupSpec
 
 _WEIGHT_BYTES = 4e8
 """Bytes of all copies of a weight: at least four times the L2 cache of any GPU."""
+
+
+def timed_batches(most_tokens: int) -> tuple[int, ...]:
+    """Return the batches at which a choice of tiles is timed; one serves all of up to MOST_TOKENS[0]."""
+    return (8, most_tokens) if most_tokens == MOST_TOKENS[0] else (most_tokens,)
 
 
 class Product:

@@ -13,7 +13,7 @@ import torch
 
 from qerl.cli.bench.measure import cuda_device
 from qerl.cli.bench.options import BenchTuneOptions
-from qerl.cli.bench.product import Product
+from qerl.cli.bench.product import Product, timed_batches
 from qerl.cli.bench.record import Origin, read_origin
 from qerl.errors import UserError
 from qerl.kernels.architectures import architecture_of
@@ -57,7 +57,7 @@ class _Tuner:
             for group in groups
             for most in batches
             for choice in candidates(most, group.in_width, self._card)
-            for M in _tokens(most)
+            for M in timed_batches(most)
             if (tile := choice.tile(M, group.in_width, self._card)) is not None
         ]
         report = compile_ahead(variants, self._device)
@@ -87,7 +87,7 @@ class _Tuner:
     def _time_us(self, product: Product, choice: PortableChoice, most: int) -> float:
         """Return the time of a launch; of up to 32 tokens the geometric mean of two batches."""
         each_us = []
-        for M in _tokens(most):
+        for M in timed_batches(most):
             self._tile = choice.tile(M, product.gemm.in_width, self._card)
             each_us.append(product.launch_us(self._kernels, M, self._runs, gives_u=True))
         return round(math.prod(each_us) ** (1 / len(each_us)), 2)
@@ -95,11 +95,6 @@ class _Tuner:
     def _present(self) -> PortableTile:
         assert self._tile is not None
         return self._tile
-
-
-def _tokens(most: int) -> tuple[int, ...]:
-    """Return the batches that count for a choice."""
-    return (8, most) if most == MOST_TOKENS[0] else (most,)
 
 
 def _write(found: list[MeasuredChoice], origin: Origin) -> None:
