@@ -14,6 +14,7 @@ import tiny_run
 from qerl.errors import UserError
 from qerl.tasks import template_process
 from qerl.tasks.prompt import render_chat
+from qerl.tasks.worker_process import OWN_ENDS, fork_process
 from tasks.material import CHATML, tokenizer
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -106,12 +107,11 @@ def test_a_fork_cannot_write_to_the_child():
     """A job that writes to every socket it finds must not end it: the run would leave a row out."""
     made = tokenizer()
     text = render_chat(made, MESSAGES)
-    sockets = [pipe.fileno() for pipe in template_process._PIPES if not pipe.closed]
-    assert sockets and all(map(is_socket, sockets))
-    pid = os.fork()
-    if pid == 0:
-        os._exit(any(map(is_socket, sockets)))
-    assert os.waitpid(pid, 0)[1] == 0
+    ends = [end.fileno() for end in OWN_ENDS if not getattr(end, "closed", False)]
+    sockets = list(filter(is_socket, ends))
+    assert sockets
+    process = fork_process(lambda: os._exit(any(map(is_socket, sockets))))
+    assert os.waitpid(process.pid, 0)[1] == 0
     assert render_chat(made, MESSAGES) == text
 
 

@@ -26,7 +26,7 @@ import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import RunError, UserError
-from qerl.tasks.worker_process import ForkedProcess, fork_process, signal_name
+from qerl.tasks.worker_process import OWN_ENDS, ForkedProcess, fork_process, signal_name
 
 # Imported before a fork: after it, a module that another thread was importing cannot be imported.
 assert jinja2.ext and jinja2.sandbox
@@ -38,9 +38,6 @@ _MAX_WALL_S = 600.0  # for a child that is stopped: SIGSTOP takes no processor t
 _WATCH_S = 1.0
 
 Messages = Sequence[Mapping[str, Any]]
-
-_PIPES: "weakref.WeakSet[Connection]" = weakref.WeakSet()  # closed in forks, whose jobs could write to them
-os.register_at_fork(after_in_child=lambda: [pipe.close() for pipe in _PIPES])
 
 
 class TemplateProcess:
@@ -78,7 +75,7 @@ class TemplateProcess:
             return self._child
         self._end()
         pipe, theirs = Pipe()
-        _PIPES.add(pipe)
+        OWN_ENDS.add(pipe)
         try:
             with theirs:
                 process = fork_process(_serve, theirs, os.getpid(), tokenizer)

@@ -169,11 +169,9 @@ class WorkerPool:
     def _start_worker(self) -> _Worker:
         assert self._output is not None
         own, end = socket.socketpair()
-        inherited = [own, *(worker.channel.socket for worker in self._workers)]
+        channel = Channel(own)
         try:
-            keeper = fork_process(
-                keep, os.getpid(), inherited, end, self._output, self._memory_bytes, self._work
-            )
+            keeper = fork_process(keep, os.getpid(), end, self._output, self._memory_bytes, self._work)
         except OSError:
             own.close()
             raise
@@ -181,7 +179,7 @@ class WorkerPool:
             end.close()
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(keeper.pid, keeper.pid)  # the keeper sets it too; the first one wins
-        return _Worker(keeper, Channel(own))
+        return _Worker(keeper, channel)
 
     def stop(self) -> None:
         """Kill the processes and all that they have started, without waiting for jobs."""

@@ -21,7 +21,9 @@ import sys
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -112,6 +114,10 @@ class ForkedProcess:
         return self.code
 
 
+OWN_ENDS: "weakref.WeakSet[socket.socket | Connection]" = weakref.WeakSet()
+"""This process' ends of the ways to others, which forks close: their jobs could write to them."""
+
+
 def fork_process(main: Callable[..., None], *arguments: Any) -> ForkedProcess:
     """Start a process that runs main(*arguments) and exits."""
     sys.stdout.flush()
@@ -123,6 +129,8 @@ def fork_process(main: Callable[..., None], *arguments: Any) -> ForkedProcess:
     if pid == 0:
         gc.freeze()  # collecting the parent's objects here would free its GPU memory
         try:
+            for end in OWN_ENDS:
+                end.close()
             main(*arguments)
         except BaseException:
             traceback.print_exc()
@@ -137,6 +145,7 @@ class Channel:
 
     def __init__(self, own: socket.socket):
         own.setblocking(False)
+        OWN_ENDS.add(own)
         self.socket = own
         self._received = bytearray()
 
@@ -248,16 +257,13 @@ def _write_stderr(text: bytes) -> bool:
 
 def keep(
     pool: int,
-    inherited: list[socket.socket],
     end: socket.socket,
     output: int,
     memory_bytes: int,
     work: Callable[[Any], Any],
 ) -> None:
-    """Main function of a keeper, which leads the group of its worker. inherited: the pool's own sockets."""
+    """Main function of a keeper, which leads the group of its worker."""
     os.setpgid(0, 0)
-    for each in inherited:
-        each.close()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     worker = fork_process(_serve, mask, end, output, memory_bytes, work)
     events, watch_s = {end.fileno(): 0}, _CHILD_POLL_S
