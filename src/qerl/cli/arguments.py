@@ -57,9 +57,8 @@ def _one_line(box: str) -> str:
     text = re.sub(_NO_NUMBER_OR_NONE, lambda m: f"{m[1]} must be {kinds[m[2]]} or None, got {m[3]}", text)
     if missing := re.fullmatch(_MISSING, text):
         each = re.findall(r"(\S+) (.*?)\.? \(required\)", missing[2])
-        text = f"{missing[1]} needs " + " and ".join(
-            f"{name} ({what[:1].lower()}{what[1:]})" for name, what in each
-        )
+        told = [f"{name} ({what[:1].lower()}{what[1:]})" for name, what in each]
+        text = f"{missing[1]} needs {' and '.join(told)}"
     return text + "; --help lists the options"
 
 

@@ -14,7 +14,7 @@ import collections
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -23,6 +23,7 @@ from qerl.kernels.architectures import architecture_name
 from qerl.kernels.compile_tally import TALLY, CompileReport
 from qerl.kernels.nvrtc import KernelVariant, cached_cubin, cubin_path
 
+_Source = tuple[str, dict[str, int]]
 _MOST_WORKERS = 16  # a compilation takes up to 0.2 GB
 
 
@@ -61,7 +62,7 @@ class BackgroundCompiler:
     ):
         """find: return the kernels; called in a thread. workers: threads; None: one a CPU core but one."""
         self._find, self._architecture = find, architecture
-        self._left: collections.deque[tuple[str, dict[str, int]]] = collections.deque()
+        self._left: collections.deque[_Source] = collections.deque()
         self._num_workers = workers or min(max(_num_cores() - 1, 1), _MOST_WORKERS)
         self._first = threading.Thread(target=self._run, name="compile")
 
@@ -98,17 +99,15 @@ class BackgroundCompiler:
                 TALLY.note_error(error)
 
 
-def _sources(variants: Iterable[KernelVariant]) -> Sequence[tuple[str, tuple[tuple[str, int], ...]]]:
+def _sources(variants: Iterable[KernelVariant]) -> list[_Source]:
     """Return the different files with definitions, in order."""
-    return list(dict.fromkeys((each.file, each.defines) for each in variants))
+    different = dict.fromkeys((each.file, each.defines) for each in variants)
+    return [(file, dict(defines)) for file, defines in different]
 
 
-def _missing(
-    sources: Sequence[tuple[str, tuple[tuple[str, int], ...]]], architecture: str
-) -> list[tuple[str, dict[str, int]]]:
+def _missing(sources: list[_Source], architecture: str) -> list[_Source]:
     """Return those that the cache does not have."""
-    each = [(file, dict(defines)) for file, defines in sources]
-    return [source for source in each if not cubin_path(*source, architecture).exists()]
+    return [source for source in sources if not cubin_path(*source, architecture).exists()]
 
 
 def _num_cores() -> int:

@@ -9,10 +9,8 @@
 
 #if U_BYTES
 using AnyU = u32;  // u's address in shared memory
-constexpr int LANE_WORDS = sizeof(Words) / 4;
 #define U_IN_FLIGHT 4  // pieces, one Words each, that a lane loads together
 
-__device__ __forceinline__ int u_width(const Epilogue& e) { return SWIGLU ? 2 * RANK : RANK * (1 + (e.group1 < e.N) + (e.group2 < e.N)); }
 // The offset in shared memory of a byte of a token's u; width: numbers of u per token.
 __device__ __forceinline__ int u_place(int width, int token, int byte) { return token * 2 * width + (width % 64 ? byte : byte ^ token % 2 * 64); }
 
@@ -65,20 +63,16 @@ struct RowsOfB {
 // Add u B^T to the sums of 16 rows and the tokens from m0 on. Gate has rows g, up rows g + 8.
 template <int COUNT>
 __device__ __forceinline__ void add_shared_u(float (&acc)[COUNT][4], const RowsOfB& b, const Epilogue& e, u32 u, int row0, int m0, int g, int t) {
-  const int width = u_width(e), offset = SWIGLU ? 0 : RANK * ((row0 >= e.group1) + (row0 >= e.group2));
+  const int width = u_width(e), offset = u_offset(e, row0);
 #pragma unroll
   for (int n = 0; n < COUNT; n++)
 #pragma unroll
     for (int k = 0; k < RANK / (8 * LANE_WORDS); k++)
 #pragma unroll
       for (int part = 0; part < 1 + SWIGLU; part++) {
-        const Words &low = b.at[k][0], &high = b.at[k][1];
         Words v;
         load_shared(u + n * 16 * width + u_place(width, m0 + g, 2 * (offset + part * RANK) + (4 * k + t) * (4 * LANE_WORDS)), v.at);
-#pragma unroll
-        for (int i = 0; i < LANE_WORDS; i += 2)
-          mma(acc[n], SWIGLU && part ? 0 : low.at[i], SWIGLU && !part ? 0 : high.at[i], SWIGLU && part ? 0 : low.at[i + 1],
-              SWIGLU && !part ? 0 : high.at[i + 1], v.at[i], v.at[i + 1]);
+        add_words(acc[n], b.at[k][0], b.at[k][1], v, part);
       }
 }
 

@@ -45,6 +45,7 @@ __device__ __forceinline__ void load_cached(const u32* p, u32 (&v)[2]) {
 struct __align__(RANK % 32 == 0 ? 16 : 8) Words {
   u32 at[RANK % 32 == 0 ? 4 : 2];
 };
+constexpr int LANE_WORDS = sizeof(Words) / 4;
 
 // Wait for u of every eighth token from m on, of PARTS adapters side by side. Past the last token u is the last token's, or zeros. Only
 // the first `count` tokens are loaded.
@@ -103,35 +104,37 @@ struct Epilogue {
 };
 
 #if RANK > 0
+// Numbers of u per token, and the first of a row's own adapter.
+__device__ __forceinline__ int u_width(const Epilogue& e) { return SWIGLU ? 2 * RANK : RANK * (1 + (e.group1 < e.N) + (e.group2 < e.N)); }
+__device__ __forceinline__ int u_offset(const Epilogue& e, int row0) { return SWIGLU ? 0 : RANK * ((row0 >= e.group1) + (row0 >= e.group2)); }
+
+// Add one Words of u times those of B's rows g and g + 8; of SwiGLU, part 0 is gate's, rows g, and part 1 up's, rows g + 8.
+__device__ __forceinline__ void add_words(float (&acc)[4], const Words& low, const Words& high, const Words& u, int part) {
+#pragma unroll
+  for (int i = 0; i < LANE_WORDS; i += 2)
+    mma(acc, SWIGLU && part ? 0 : low.at[i], SWIGLU && !part ? 0 : high.at[i], SWIGLU && part ? 0 : low.at[i + 1],
+        SWIGLU && !part ? 0 : high.at[i + 1], u.at[i], u.at[i + 1]);
+}
+
 // Add u B^T, after waiting for u. A thread loads neighboring k of both operands at once: both use the same order of k.
 template <int COUNT>
 __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
-  constexpr int WORDS = sizeof(Words) / 4, TOKENS = together(COUNT), PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
-#if SWIGLU
-  const int width = 2 * RANK, offset = 0;
-#else
-  const int width = RANK * (1 + (e.group1 < e.N) + (e.group2 < e.N)), offset = RANK * ((row0 >= e.group1) + (row0 >= e.group2));
-#endif
-  const u16* b = e.lora_b + (size_t)(row0 + g) * RANK + 2 * WORDS * t;
+  constexpr int TOKENS = together(COUNT), PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
+  const int width = u_width(e), offset = u_offset(e, row0);
+  const u16* b = e.lora_b + (size_t)(row0 + g) * RANK + 2 * LANE_WORDS * t;
 #pragma unroll
-  for (int k = 0; k < RANK; k += 8 * WORDS) {
+  for (int k = 0; k < RANK; k += 8 * LANE_WORDS) {
     const Words low = *(const Words*)(b + k), high = *(const Words*)(b + 8 * RANK + k);
 #pragma unroll
     for (int part0 = 0; part0 < 1 + SWIGLU; part0 += PARTS) {  // gate and its rows g, then up and its rows g + 8
 #pragma unroll
       for (int n0 = 0; n0 < COUNT; n0 += TOKENS) {
         Words um[PARTS][TOKENS];
-        wait_u(u + (offset + part0 * RANK + k) / 2 + WORDS * t, width, m0 + n0 * 8 + g, e.M, min(TOKENS, COUNT - n0), um);
+        wait_u(u + (offset + part0 * RANK + k) / 2 + LANE_WORDS * t, width, m0 + n0 * 8 + g, e.M, min(TOKENS, COUNT - n0), um);
 #pragma unroll
         for (int part = part0; part < part0 + PARTS; part++)
 #pragma unroll
-          for (int n = 0; n < min(TOKENS, COUNT - n0); n++)
-#pragma unroll
-            for (int i = 0; i < WORDS; i += 2) {
-              const u32* v = um[part - part0][n].at + i;
-              mma(acc[n0 + n], SWIGLU && part ? 0 : low.at[i], SWIGLU && !part ? 0 : high.at[i], SWIGLU && part ? 0 : low.at[i + 1],
-                  SWIGLU && !part ? 0 : high.at[i + 1], v[0], v[1]);
-            }
+          for (int n = 0; n < min(TOKENS, COUNT - n0); n++) add_words(acc[n0 + n], low, high, um[part - part0][n], part);
       }
     }
   }
