@@ -223,7 +223,7 @@ def test_a_row_is_bitwise_the_same_at_every_count_of_rows(name, cuda, rng):
     kernel = op.HeadSample(head, 300, hidden.device)
     tokens, logprobs = kernel.draw(hidden, keys, positions, heat(0.7))
     logits = kernel.logits(hidden)
-    for M in (1, 7, 8, 9, 24, 32, 64, 65, 128, 130, 200):
+    for M in (1, 7, 8, 9, 24, 32, *range(33, 256, 16), 64, 128):
         part = hidden[:M].contiguous()
         got = kernel.draw(part, keys[:M], positions[:M], heat(0.7))
         assert torch.equal(got[0], tokens[:M]) and torch.equal(got[1], logprobs[:M])

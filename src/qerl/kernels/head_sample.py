@@ -175,8 +175,9 @@ class HeadTile:
 
     @property
     def registers(self) -> int:
-        """Registers per multiplying thread, or 0: 128 registers of sums need more than the default 168."""
-        return 240 if self.tokens * (1 + (self.format == 1)) >= 256 else 0
+        """Registers per multiplying thread, or 0 if the default, 168 of two warpgroups, holds sums and codes."""
+        needed = self.tokens // 2 * (1 + (self.format == 1)) + 32 * (self.format > 0)
+        return 240 if self.warpgroups == 2 and needed > 100 else 0
 
     @property
     def threads(self) -> int:
@@ -199,20 +200,22 @@ class HeadTile:
 
 def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     """Choose the fastest tile on an H200 with V = 152064, D = 3584; dev/LOG.md lists the slower ones."""
-    most_tokens = 256 if head_format == 0 else 128
-    tokens = next((t for t in (8, 16, 32, 64, 128, 256) if M <= t <= most_tokens), most_tokens)
+    most_tokens = 128 if head_format == 1 else 256
+    tokens = next((t for t in (8, 16, 32) if M <= t), -(-M // -(-M // most_tokens) // 16) * 16)
     if head_format == 2:
         if tokens <= 32:
             k_block = next(k for k in (512, 256, 128) if D % k == 0 and (k < 512 or tokens < 32))
             return HeadTile(2, tokens, 1, k_block, 2, split=1)
-        return HeadTile(2, tokens, 3, 128, 1, split=int(tokens <= 64))
+        if tokens <= 128:
+            return HeadTile(2, tokens, 3, 256 if tokens <= 80 and D % 256 == 0 else 128, 1)
+        return HeadTile(2, tokens, 2, 128, 1) if tokens <= 224 else HeadTile(2, 256, 2, 64, 1)
     if head_format == 1:
         if tokens <= 32:
             return HeadTile(1, tokens, 1, 256 if D % 256 == 0 else 128, 2, split=1)
         return HeadTile(1, tokens, 2, 128, 1, split=int(tokens <= 64))
     if tokens <= 16:
         return HeadTile(0, tokens, 1, 128 if D % 128 == 0 else 64, 2)
-    return HeadTile(0, tokens, 2, 64, 1, split=int(tokens <= 128))
+    return HeadTile(0, tokens if tokens <= 224 else 256, 2, 64, 1, split=int(tokens <= 128))
 
 
 class HeadSample:

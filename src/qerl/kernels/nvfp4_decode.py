@@ -49,7 +49,7 @@ MAX_LOW_RANK_ROWS = 384  # of all adapters that read one x
 ALPHA_FACTOR = 2.0**19
 
 _PLACED = 0x81C081C0  # the bits of two codes in two bfloat16
-_SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B are larger
+_SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; down of 7B is larger, gate|up more than twice as large
 _PARTIAL_WORDS = 2**23  # of u's sums: enough wherever pays_to_make_u holds; with more tokens u is given
 _WORKSPACE_WORDS = 2 * 128 * 256  # per multiprocessor: two slots for the largest tile
 _U_WORDS = MAX_TOKENS * MAX_LOW_RANK_ROWS // 2
@@ -115,7 +115,7 @@ def pays_to_make_u(M: int, weight_NK: int) -> bool:
 
     weight_NK: number of elements of the weight.
     """
-    return M <= 96 or (M <= 128 and weight_NK <= _SMALL_WEIGHT)
+    return M <= 96 or weight_NK <= 2 * _SMALL_WEIGHT
 
 
 def pays_to_share_u(M: int, weight_NK: int, swiglu: bool) -> bool:
