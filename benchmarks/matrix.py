@@ -346,10 +346,10 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
     attention = next(kind for kind in a.kinds if kind.mixer == "attention")
     for group in layer_spec(a, attention).groups:
         x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank)
+        rank_rows = 0 if adapter is None else len(adapter.a)
         if isinstance(product, NVFP4Decode):
-            makes_u = pays_to_make_u(rows, group.num_weights)
+            makes_u = pays_to_make_u(rows, group.in_width, rank_rows, group.name == "gate_up")
         else:
-            rank_rows = 0 if adapter is None else len(adapter.a)
             makes_u = product.makes_u(rows, group.out_width, group.in_width, rank_rows)
         if adapter is not None and not makes_u:
             if group.input_from is not None and group.in_width == a.width:

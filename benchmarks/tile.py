@@ -136,7 +136,8 @@ class _Tiles:
     """The kernels with a tile that is set before each launch."""
 
     def __init__(self, gemm: LinearGroupSpec, rank: int, device: torch.device):
-        self._gemm, self._product, self._device = gemm, Product(gemm, rank, device), device
+        self._gemm, self._rank, self._device = gemm, rank, device
+        self._product = Product(gemm, rank, device)
         self._tile: Tile | None = None
         self._kernels = nvfp4_decode.NVFP4Decode(device, lambda M, N, K: self._chosen())
 
@@ -158,9 +159,10 @@ class _Tiles:
 
     def _cases(self, choice: Choice) -> Iterator[tuple[int, bool]]:
         """Yield each batch of the choice while its tile is set, and whether launches are given u."""
+        gemm, rows = self._gemm, self._rank * len(self._gemm.out_widths)
         for M in timed_batches(choice.most_tokens):
-            self._tile = choice.tile(M, self._gemm.in_width)
-            yield M, not nvfp4_decode.pays_to_make_u(M, self._gemm.num_weights)
+            self._tile = choice.tile(M, gemm.in_width)
+            yield M, not nvfp4_decode.pays_to_make_u(M, gemm.in_width, rows, gemm.name == "gate_up")
 
     def _chosen(self) -> Tile:
         assert self._tile is not None

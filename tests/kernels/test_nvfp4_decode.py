@@ -131,7 +131,8 @@ def torch_path(codes, scales, x, alpha, u=None, b=None, bias=None, residual=None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("M", "N", "K", "R"), (*op.CASES, (64, 4608, 3584, 32), (200, 768, 2304, 32), (256, 3584, 1792, 16))
+    ("M", "N", "K", "R"),
+    (*op.CASES, (64, 4608, 3584, 32), (200, 768, 2304, 32), (224, 3584, 18944, 32), (256, 3584, 1792, 16)),
 )
 def test_no_less_exact_than_torch(M, N, K, R, kernels, rng):
     codes, scales, x, alpha, a, b = case(M, N, K, R, rng)
@@ -195,6 +196,13 @@ def test_large_weights_share_u_from_33_rows_with_swiglu_and_from_65_without():
     assert [op.pays_to_share_u(M, wide, True) for M in (32, 33, 256)] == [False, True, True]
     assert [op.pays_to_share_u(M, wide, False) for M in (64, 65, 256)] == [False, True, True]
     assert not any(op.pays_to_share_u(M, narrow, swiglu) for M in (33, 256) for swiglu in (False, True))
+
+
+def test_u_is_made_up_to_96_rows_and_from_there_on_unless_gate_and_up_or_much_of_it():
+    assert all(op.pays_to_make_u(96, 18944, 128, swiglu) for swiglu in (False, True))
+    assert op.pays_to_make_u(256, 18944, 32, swiglu=False) and op.pays_to_make_u(256, 3584, 96, swiglu=False)
+    assert not op.pays_to_make_u(97, 3584, 64, swiglu=True)
+    assert not op.pays_to_make_u(256, 18944, 128, swiglu=False)
 
 
 @pytest.mark.gpu
@@ -320,7 +328,7 @@ def test_the_rows_of_u_do_not_depend_on_the_batch(kernels, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("M", [8, 64, 100, 256])
+@pytest.mark.parametrize("M", [8, 64, 100, 160, 200, 256])
 def test_a_u_that_is_ready_gives_what_one_made_here_gives(M, kernels, rng):
     """x and a of small whole numbers: u is exact, in whatever order it is added up."""
     codes, scales, x, alpha, a, b = case(M, 1152, 896, 32, rng, groups=3)

@@ -49,7 +49,6 @@ class LinearGroup:
         self.scaling = max(linear.scaling for linear in linears)
         self.in_width = linears[0].in_width
         self.ends = torch.tensor([linear.out_width for linear in linears]).cumsum(0).tolist()
-        self.num_weights = sum(linear.out_width * linear.in_width for linear in linears)
         self.bias_N = self._stacked_bias()
         self.fp8 = fuse_fp8_weights(linears)
         fused = fuse_weights(linears) if self.tiles is None and self.fp8 is None else None
@@ -69,7 +68,7 @@ class LinearGroup:
     def adapter(self, u_BR: Tensor | None, is_u_last: bool = False) -> PackedAdapter | None:
         if self.a is None or self.b is None:
             return None
-        starts = () if self._is_interleaved else tuple(self.ends[:-1])
+        starts = () if self.is_interleaved else tuple(self.ends[:-1])
         return PackedAdapter(self.a, self.b, self.scaling, starts, u_BR, is_u_last)
 
     @property
@@ -89,7 +88,7 @@ class LinearGroup:
         return x_BK.as_strided((B, K + self.room), (stride, 1))[:, K:]
 
     @property
-    def _is_interleaved(self) -> bool:
+    def is_interleaved(self) -> bool:
         return self.tiles is not None and self.tiles.rows is UnpackRows.GATE_UP
 
     def _stacked(self) -> tuple[Tensor, Tensor | None]:
@@ -97,7 +96,7 @@ class LinearGroup:
         if self.tiles is None:
             return torch.cat(a_parts), torch.block_diag(*b_parts) if self.wide_NC is None else None
         b_NR = torch.cat(b_parts)
-        if self._is_interleaved:
+        if self.is_interleaved:
             b_NR = b_NR[swiglu_order(len(b_parts[0]), b_NR.device)]
         return torch.cat(a_parts), b_NR
 
@@ -118,7 +117,7 @@ class LinearGroup:
         if self.tiles is None:
             return torch.cat(biases)
         bias_N = torch.cat(biases).float()
-        if self._is_interleaved:
+        if self.is_interleaved:
             bias_N = bias_N[swiglu_order(len(biases[0]), bias_N.device)]
         return bias_N
 
@@ -171,9 +170,10 @@ class PackedLinears:
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
         assert group.tiles is not None
         rows, kernel = min(rows, self._rows_at_once), self._kernels[group.tiles.layout]
+        rank_rows = 0 if group.a is None else len(group.a)
         if isinstance(kernel, NVFP4Decode):
-            return pays_to_make_u(rows, group.num_weights)
-        return group.a is not None and kernel.makes_u(rows, group.ends[-1], group.in_width, len(group.a))
+            return pays_to_make_u(rows, group.in_width, rank_rows, group.is_interleaved)
+        return rank_rows > 0 and kernel.makes_u(rows, group.ends[-1], group.in_width, rank_rows)
 
     def linear(
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None

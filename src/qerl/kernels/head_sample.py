@@ -40,6 +40,9 @@ CASES = ((1, 1008, 192), (7, 4096, 896), (8, 2064, 3584), (64, 1040, 576), (65, 
 WIDTH_MULTIPLE = 128  # of D, in FP8 and NVFP4
 CHUNK = 64  # of the vocabulary; its best token and sum are one partial result
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
+_TOKENS = (8, 16, 32, *range(48, 225, 16), 256)  # of a tile
+# The most k of a stage, for tiles of up to so many tokens, by format.
+_MOST_K = (((16, 128), (256, 64)), ((32, 256), (128, 128)), ((16, 512), (80, 256), (224, 128), (256, 64)))
 _MASK = 2**32 - 1
 DRAWS, LOGITS, SCORES = 0, 1, 2  # what the product writes
 
@@ -175,7 +178,7 @@ class HeadTile:
 
     @property
     def registers(self) -> int:
-        """Registers per multiplying thread, or 0 if the default, 168 of two warpgroups, holds sums and codes."""
+        """Registers per multiplying thread, or 0: the default, 168 with two warpgroups, is enough."""
         needed = self.tokens // 2 * (1 + (self.format == 1)) + 32 * (self.format > 0)
         return 240 if self.warpgroups == 2 and needed > 100 else 0
 
@@ -201,21 +204,13 @@ class HeadTile:
 def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     """Choose the fastest tile on an H200 with V = 152064, D = 3584; dev/LOG.md lists the slower ones."""
     most_tokens = 128 if head_format == 1 else 256
-    tokens = next((t for t in (8, 16, 32) if M <= t), -(-M // -(-M // most_tokens) // 16) * 16)
-    if head_format == 2:
-        if tokens <= 32:
-            k_block = next(k for k in (512, 256, 128) if D % k == 0 and (k < 512 or tokens < 32))
-            return HeadTile(2, tokens, 1, k_block, 2, split=1)
-        if tokens <= 128:
-            return HeadTile(2, tokens, 3, 256 if tokens <= 80 and D % 256 == 0 else 128, 1)
-        return HeadTile(2, tokens, 2, 128, 1) if tokens <= 224 else HeadTile(2, 256, 2, 64, 1)
-    if head_format == 1:
-        if tokens <= 32:
-            return HeadTile(1, tokens, 1, 256 if D % 256 == 0 else 128, 2, split=1)
-        return HeadTile(1, tokens, 2, 128, 1, split=int(tokens <= 64))
-    if tokens <= 16:
-        return HeadTile(0, tokens, 1, 128 if D % 128 == 0 else 64, 2)
-    return HeadTile(0, tokens if tokens <= 224 else 256, 2, 64, 1, split=int(tokens <= 128))
+    tokens = next(t for t in _TOKENS if t * -(-M // most_tokens) >= M)
+    most_k = next(k for up_to, k in _MOST_K[head_format] if up_to >= tokens)
+    k_block = next(k for k in (512, 256, 128, 64) if k <= most_k and D % k == 0)
+    if tokens <= (16 if head_format == 0 else 32):
+        return HeadTile(head_format, tokens, 1, k_block, 2, split=int(head_format > 0))
+    warpgroups, most_split = 3 if head_format == 2 and tokens <= 128 else 2, (128, 64, 0)[head_format]
+    return HeadTile(head_format, tokens, warpgroups, k_block, 1, split=int(tokens <= most_split))
 
 
 class HeadSample:

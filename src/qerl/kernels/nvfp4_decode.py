@@ -49,8 +49,8 @@ MAX_LOW_RANK_ROWS = 384  # of all adapters that read one x
 ALPHA_FACTOR = 2.0**19
 
 _PLACED = 0x81C081C0  # the bits of two codes in two bfloat16
-_SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; down of 7B is larger, gate|up more than twice as large
-_PARTIAL_WORDS = 2**23  # of u's sums: enough wherever pays_to_make_u holds; with more tokens u is given
+_SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B are larger
+_PARTIAL_WORDS = 2**23  # of u's sums
 _WORKSPACE_WORDS = 2 * 128 * 256  # per multiprocessor: two slots for the largest tile
 _U_WORDS = MAX_TOKENS * MAX_LOW_RANK_ROWS // 2
 
@@ -110,12 +110,12 @@ def swiglu_order(features: int, device: torch.device) -> Tensor:
     return torch.cat((gate, gate + features), dim=1).flatten()
 
 
-def pays_to_make_u(M: int, weight_NK: int) -> bool:
-    """True if computing u here is faster than in lora_shrink.py: decode steps on an H200 (dev/LOG.md).
+def pays_to_make_u(M: int, K: int, rows: int, swiglu: bool) -> bool:
+    """True if computing u here is faster than in lora_shrink.py: launches on an H200 (dev/LOG.md).
 
-    weight_NK: number of elements of the weight.
+    rows: of all adapters that read x; swiglu: the weight is gate and up.
     """
-    return M <= 96 or weight_NK <= 2 * _SMALL_WEIGHT
+    return M <= 96 or (not swiglu and rows * K <= _PARTIAL_WORDS // MAX_TOKENS * TILE_K)
 
 
 def pays_to_share_u(M: int, weight_NK: int, swiglu: bool) -> bool:
