@@ -43,15 +43,14 @@ from qerl.training.replayed_batch import (
     Draw,
     HistoriesPG,
     Parent,
-    ReplayedBatch,
+    ReplayingEngine,
     begun_prompt,
     branch_seed,
     joined,
     left_tokens,
-    replayed_batches,
     spans_before,
 )
-from qerl.types import Conversation, Group, OnBurst, Prompt, Sample, Sampling, Turn
+from qerl.types import Conversation, Group, Prompt, Sample, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class _History:
 EpisodesPG = list[list[_Episode]]
 
 
-class MultiTurnEngine:
+class MultiTurnEngine(ReplayingEngine):
     def __init__(
         self, engine: SamplingEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
     ):
@@ -109,26 +108,6 @@ class MultiTurnEngine:
     def take_metrics(self) -> dict[str, float]:
         taken, self.waited_s = self.waited_s, 0.0
         return {"environment_s": taken}
-
-    def generate(
-        self,
-        prompts_P: list[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        on_burst: OnBurst | None = None,
-    ) -> list[Group]:
-        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        return self.sample(prompts_P, draw)[0]
-
-    def branch_batches(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> Iterator[ReplayedBatch]:
-        """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
-        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        return replayed_batches(self, prompts_P, draw)
 
     def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
         episodes_P_G = self._new_episodes(prompts_P, draw.num_samples)

@@ -30,7 +30,7 @@ from qerl.errors import RunError, UserError, require
 from qerl.learner.distributed import Ranks
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.ray_worker import MakeEpisodes, PublishedPolicy, Sampled, Worker
-from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayedBatch, replayed_batches
+from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine
 from qerl.types import Group, OnBurst, Prompt, Sample, Sampling
 
 _MAX_ATTEMPTS = 3
@@ -161,7 +161,7 @@ class _Request:
     attempts: int = 0
 
 
-class RemoteEngine:
+class RemoteEngine(ReplayingEngine):
     """Takes the engine's place in the loop; each worker samples every num_samplers-th prompt of a call."""
 
     def __init__(
@@ -206,13 +206,6 @@ class RemoteEngine:
         if step != EVALUATION_STEP:
             self._request_ahead(draw, step + self._config.ray.max_staleness)
         return self._groups(prompts_P, self._results_of(prompts_P, draw))
-
-    def branch_batches(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> Iterator[ReplayedBatch]:
-        """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
-        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        return replayed_batches(self, prompts_P, draw)
 
     def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
         """Later steps are asked for by `branch`: the branches of this one go first."""

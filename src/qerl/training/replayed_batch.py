@@ -60,6 +60,28 @@ class ReplayingEngine(Protocol):
         """Return num_branches samples for each parent. draw: that of the parents."""
         ...
 
+    def generate(
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        on_burst: OnBurst | None = None,
+    ) -> list[Group]:
+        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+        return self.sample(prompts_P, draw)[0]
+
+    def branch_batches(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> "Iterator[ReplayedBatch]":
+        """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
+        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+        batch = ReplayedBatch(self, prompts_P, draw)
+        yield batch
+        self.stats = batch.stats
+
 
 class ReplayedBatch:
     """Call `sample` once, then `branch` once: see BranchBatch."""
@@ -96,14 +118,7 @@ class ReplayedBatch:
         )
 
 
-def replayed_batches(engine: ReplayingEngine, prompts_P: list[Prompt], draw: Draw) -> Iterator[ReplayedBatch]:
-    """Yield one batch of all prompts, whose stats are the engine's afterwards."""
-    batch = ReplayedBatch(engine, prompts_P, draw)
-    yield batch
-    engine.stats = batch.stats
-
-
-class SingleTurns:
+class SingleTurns(ReplayingEngine):
     """Samples of an engine that keeps no keys and values of theirs; they have no history."""
 
     def __init__(self, engine: SamplingEngine):
@@ -114,19 +129,6 @@ class SingleTurns:
 
     def take_metrics(self) -> dict[str, float]:
         return self._engine.take_metrics()
-
-    def generate(
-        self,
-        prompts_P: list[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        on_burst: OnBurst | None = None,
-    ) -> list[Group]:
-        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        return self.sample(prompts_P, draw)[0]
 
     def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
         groups = self._engine.generate(

@@ -9,7 +9,7 @@ others are learned from.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from qerl.algo.seeds import mix
@@ -28,8 +28,8 @@ from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.training.ray_worker import MakeEpisodes
-from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayedBatch, replayed_batches
-from qerl.types import Episode, Group, OnBurst, Prompt, Sample, Sampling
+from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine
+from qerl.types import Episode, Group, Prompt, Sample, Sampling
 
 _AGENT = 5  # keeps these seeds apart from other draws
 _SPARE_S = 60.0
@@ -145,7 +145,7 @@ def make_agents(config: RunConfig, agent: Callable[..., Any] | None = None) -> A
 _UNREPORTED = Failure("no outcome", "the agents' process did not say how the episode ended")
 
 
-class AgentEngine:
+class AgentEngine(ReplayingEngine):
     def __init__(self, engine: SamplingEngine, pool: AgentPool):
         self._engine, self._pool = engine, pool
         self.stats = Stats()
@@ -160,29 +160,8 @@ class AgentEngine:
         taken = self._pool.take_prefilled()
         return {"kept_tokens": taken.num_reused, "prefill_tokens": taken.num_computed}
 
-    def generate(
-        self,
-        prompts_P: list[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        on_burst: OnBurst | None = None,
-    ) -> list[Group]:
-        """Return a sample for each episode: num_samples of each row."""
-        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        return self.sample(prompts_P, draw)[0]
-
-    def branch_batches(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> Iterator[ReplayedBatch]:
-        """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
-        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        return replayed_batches(self, prompts_P, draw)
-
     def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
-        """Return the episodes, and the calls of each."""
+        """Return the episodes, num_samples of each row, and the calls of each."""
         places = [(prompt, g) for prompt in prompts_P for g in range(draw.num_samples)]
         records = [self._new_record(g) for _, g in places]
         samples = self._play(places, records, draw)
