@@ -8,7 +8,7 @@ from qerl.kernels import decode_attention as op
 from qerl.kernels import fp8_pages
 from qerl.kernels.attention import paged_decode
 from qerl.kernels.attention_options import PLAIN
-from qerl.kernels.decode_shape import CHUNK, LONG_CHUNK, choose_shape
+from qerl.kernels.decode_shape import CHUNK, LONG_CHUNKS, choose_shape
 from qerl.kernels.decode_state import DecodeState
 
 C = CHUNK
@@ -214,25 +214,36 @@ def test_pages_may_be_of_any_16_tokens(page_tokens, kv_dtype, made, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_many_rows_have_longer_chunks(kv_dtype, made, rng):
-    long = LONG_CHUNK
-    lengths = RAGGED * 4 + (long - 1, long, long + 1, 2 * long, 2 * long + 1, 3 * long, 0, 1023)
-    check(made(28, 4, 128, 16, kv_dtype, rows=72), step(lengths, 28, 4, 128, rng, kv_dtype=kv_dtype))
+@pytest.mark.parametrize("chunk", [LONG_CHUNKS[0], 320, LONG_CHUNKS[-1]])
+def test_many_rows_have_chunks_of_as_many_positions_as_the_state_says(chunk, kv_dtype, made, rng):
+    lengths = (*RAGGED * 4, *(n * chunk + more for n in (1, 2, 3) for more in (-1, 0, 1)), 0, 1023)
+    case = step(lengths, 28, 4, 128, rng, kv_dtype=kv_dtype)
+    case.state.chunk_1.fill_(chunk)
+    check(made(28, 4, 128, 16, kv_dtype, rows=80), case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_some_rows_have_half_of_them_while_they_are_short(kv_dtype, made, rng):
-    half, kernel = LONG_CHUNK // 2, made(28, 4, 128, 16, kv_dtype, rows=72)
-    lengths = (*RAGGED, *(n * half + more for n in range(1, 8) for more in (-1, 0, 1, 2)), 0, 600, 1040)
-    case, B = step((*lengths, *[0] * 20), 28, 4, 128, rng, kv_dtype=kv_dtype), len(lengths)
-    whole = check(kernel, case)[:B]
-    state = dataclasses.replace(
-        case.state, tables_BX=case.state.tables_BX[:B], positions_B=case.state.positions_B[:B]
-    )
-    got = check(kernel, dataclasses.replace(case, qkv=case.qkv[:B].contiguous(), state=state))
-    has_halves = torch.tensor([half < length <= 4 * half for length in lengths])
-    assert ((got != whole).any(-1).cpu() == has_halves).all()
+def test_the_chunk_is_chosen_from_lengths_for_more_than_32_rows(made):
+    kernel = made(28, 4, 128, 16, torch.float8_e4m3fn, rows=80, pages=512)
+    state = DecodeState.empty(80, 512, 1, "cuda")
+    for num_rows, length in ((32, 40), (40, 40), (64, 4352)):
+        kernel.set_chunk(state, [length] * num_rows, num_rows)
+        expected = LONG_CHUNKS[-1] if num_rows <= 32 else expected_chunk(num_rows, length)
+        assert state.chunk_1.item() == expected
+
+
+def expected_chunk(num_rows, length):
+    """On an H200, FP8."""
+    shape = choose_shape(num_rows, 4, 8192, True, num_sms=132)
+    return shape.best_chunk([length] * num_rows, 4, num_sms=132)
+
+
+def test_chunks_are_such_that_all_ctas_have_about_as_much_to_do():
+    assert expected_chunk(40, 40) == 192  # a row is one chunk in any case
+    assert expected_chunk(64, 4352) == 384  # 2,304 units of 512 are 2.2 for each of 1,056 CTAs, 3,072 are 2.9
+    assert expected_chunk(64, 8000) == 512
+    ragged = choose_shape(128, 4, 8192, True, num_sms=132)
+    assert ragged.best_chunk([300, 700, 900, 1700] * 32, 4, num_sms=132) < 512
 
 
 @pytest.mark.gpu

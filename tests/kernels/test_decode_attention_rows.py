@@ -10,7 +10,7 @@ from kernels.cuda_on_cpu import CpuKernel, copy_sources, has_compiler
 from kernels.test_decode_attention import bits, random_norms, step, turning_angles
 from kernels.test_decode_attention_options import options_of
 from qerl.kernels import decode_attention as op
-from qerl.kernels.decode_shape import CHUNK, Variant, choose_stages
+from qerl.kernels.decode_shape import CHUNK, LONG_CHUNKS, Variant, choose_stages
 
 CASES = [  # N, K, H, options, is_gated
     (7, 1, 64, "plain", False),
@@ -39,13 +39,15 @@ def attention(monkeypatch):
     return op.DecodeAttention
 
 
-def run(kernel, case, norms, options, sources, *, has_few_rows, halved=0):
-    """Return o of one CTA, which leaves all words of the workspace empty."""
+def run(kernel, case, norms, options, sources, *, has_few_rows, chunk=None):
+    """Return o of one CTA, which leaves all words of the workspace empty. chunk: of state.chunk_1."""
     case, B = case.copy(), len(case.qkv)
     variant = Variant.of(case.angles.shape[1], options)
     stages, _ = choose_stages(kernel._head_size, kernel._kv_dtype, 6, B, 228 * 1024)
     defines = kernel._defines(CHUNK, variant) | {"STAGES": stages, "CTAS": 6, "FEW_ROWS": int(has_few_rows)}
-    defines |= {"HALVED": halved} if halved else {}
+    if chunk is not None:
+        defines |= {"VARIABLE": 1, "CHUNK": LONG_CHUNKS[-1]}
+        case.state.chunk_1.fill_(chunk)
     out = torch.full((B, kernel._heads * kernel._head_size), float("nan")).bfloat16()
     given = kernel._parameters(case.qkv, case.angles, case.cache, case.state, out, norms, options)
     compiled = CpuKernel(
@@ -80,20 +82,19 @@ def test_many_warps_add_a_row_s_chunks_to_the_bits_of_one(
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["plain", "window"])
-def test_short_rows_have_chunks_of_half_the_length(name, kv_dtype, attention, sources, rng):
+def test_chunks_may_have_as_many_positions_as_the_state_says(name, kv_dtype, attention, sources, rng):
     options, case = options_of(name, 4), step(LENGTHS, 4, 1, 64, rng, kv_dtype=kv_dtype)
     options = dataclasses.replace(options, window=200) if options.window else options
     kernel = attention(4, 1, 64, 16, kv_dtype, 7, 32, torch.device("cpu"))
-    (whole, _), (got, after) = (
-        run(kernel, case, None, options, sources, has_few_rows=False, halved=n) for n in (0, 2 * CHUNK + 1)
-    )
     truth_case = case.copy()
     truth = op.reference(truth_case.qkv, case.angles, truth_case.cache, case.state, None, options)
-    assert rms_error(got, truth) < (0.01 if kv_dtype == torch.bfloat16 else 0.03)
-    assert torch.equal(bits(after.cache.k), bits(truth_case.cache.k))
-    is_short_B = case.state.positions_B < 2 * CHUNK + 1
-    assert torch.equal(bits(got[~is_short_B]), bits(whole[~is_short_B]))
-    assert not torch.equal(bits(got[is_short_B]), bits(whole[is_short_B]))
+    fixed, _ = run(kernel, case, None, options, sources, has_few_rows=False)
+    for chunk in (CHUNK, 192, 320, 512):
+        got, after = run(kernel, case, None, options, sources, has_few_rows=False, chunk=chunk)
+        assert rms_error(got, truth) < (0.01 if kv_dtype == torch.bfloat16 else 0.03)
+        assert torch.equal(bits(after.cache.k), bits(truth_case.cache.k))
+        is_same = torch.equal(bits(got), bits(fixed))
+        assert is_same == (chunk == CHUNK)
 
 
 @pytest.mark.parametrize("size", [2e-5, 3000.0])

@@ -61,8 +61,8 @@ def parameters(case, norms, out, chunks=1):
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     cache, tables = case.cache, case.state.tables_BX
     tensors = (case.qkv, case.angles, cache.k, cache.v, cache.k_scales, cache.v_scales)
-    pointers = addresses(*tensors, case.state.positions_B, tables, q_norm, k_norm, out, None, None)
-    return struct.pack("13Q2f3i4x", *pointers, eps, 1.0, len(case.qkv), tables.stride(0), chunks)
+    pointers = addresses(*tensors, case.state.positions_B, tables, q_norm, k_norm, out, *[None] * 3)
+    return struct.pack("14Q2f3i4x", *pointers, eps, 1.0, len(case.qkv), tables.stride(0), chunks)
 
 
 CASES = [  # N, K, H, rotated elements, interleaved

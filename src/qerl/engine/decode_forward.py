@@ -40,6 +40,10 @@ class DecodeForward(Protocol):
         """Take over the adapters' present working copies."""
         ...
 
+    def prepare(self, state: DecodeState, lengths_B: list[int], num_rows: int) -> None:
+        """Set what steps of num_rows rows read besides them; the first rows have these lengths."""
+        ...
+
 
 class TorchForward:
     def __init__(
@@ -57,6 +61,9 @@ class TorchForward:
 
     def publish(self) -> None:
         """Do nothing: the decoder's modules read the working copies themselves."""
+
+    def prepare(self, state: DecodeState, lengths_B: list[int], num_rows: int) -> None:
+        """Do nothing: attention reads the rows alone."""
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
         return self._run(state, num_rows, _one_step)

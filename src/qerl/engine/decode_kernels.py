@@ -75,7 +75,9 @@ class KernelForward:
             attention=attention,
             grouped=grouped,
         )
-        self._steps = _steps(parts)
+        kinds = {kind.mixer for kind in decoder.architecture.kinds}
+        self._mixers = {kind: MIXERS[kind](parts) for kind in kinds}
+        self._steps = _steps(parts, self._mixers)
 
     @staticmethod
     def obstacle(decoder: Decoder, page_tokens: int, kernels: Kernels | None = None) -> str | None:
@@ -94,6 +96,11 @@ class KernelForward:
             for group in step.groups:
                 group.publish()
 
+    def prepare(self, state: DecodeState, lengths_B: list[int], num_rows: int) -> None:
+        for mixer in self._mixers.values():
+            if isinstance(mixer, AttentionSteps):
+                mixer.kernel.set_chunk(state, lengths_B, num_rows)
+
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
         return self._run(StepRows(state, num_rows, is_together=False))
 
@@ -110,10 +117,9 @@ class KernelForward:
         return self._shrink.norm(h_BD, decoder.norm.weight, None, decoder.norm.eps)
 
 
-def _steps(parts: StepParts) -> list[LayerStep]:
+def _steps(parts: StepParts, mixers: dict[str, AttentionSteps | DeltaSteps]) -> list[LayerStep]:
     """Return the steps of each layer, its mixer's and its MLP's, layer by layer."""
     kinds = parts.decoder.architecture.kinds
-    mixers = {name: MIXERS[name](parts) for name in {kind.mixer for kind in kinds}}
     mlps = {name: MLPS[name](parts) for name in {kind.mlp for kind in kinds}}
     steps = []
     for index, (layer, kind) in enumerate(zip(parts.decoder.layers, kinds, strict=True)):

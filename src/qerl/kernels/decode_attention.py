@@ -8,13 +8,13 @@ Layout of a layer's cache, slot = page * page_tokens + offset in the page:
     k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
     scales    fp32 [num_pages, K, page_tokens]: a token's head is codes * scale, scale = absmax / 448
 
-Each CHUNK of positions, LONG_CHUNK with more than 32 rows (up to 64 rows: half of it in a row of up to HALVED
-positions), is one unit of work of one warp. The results of a row's chunks (largest score, sum and o, in fp32)
-are added in one order: by the unit of the last chunk, which waits for the others, or up to 32 rows by a warp
-for each 16 elements of H. So a row's bits depend on that row alone and on whether there are more than 32 or
-64 rows (tests/kernels/test_decode_attention.py). Units are ordered by chunk, then row: neighboring rows that
-share pages, such as the samples of a group, read them from memory once, then from L2. Rows with position -1
-get zeros.
+A chunk of positions (CHUNK, with more than 32 rows as many as the state's chunk_1 says) is a unit of work of
+one warp. The results of a row's chunks (largest score, sum and o, in fp32) are added in one order: by the
+unit of the last chunk, which waits for the others, or up to 32 rows by a warp for each 16 elements of H. So a
+row's bits depend on that row alone, and with more than 32 rows on chunk_1
+(tests/kernels/test_decode_attention.py). Units are ordered by chunk, then row: neighboring rows that share
+pages, such as the samples of a group, read them from memory once, then from L2. Rows with position -1 get
+zeros.
 
 What attention_options.py lists, a rotation of a head's first elements only or of neighboring elements
 (interleaved), and a gate of each query head are compiled in where they are used. A row with a window has the
@@ -27,6 +27,7 @@ before the previous kernel has ended, so no kernel that allows an early launch o
 
 import dataclasses
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -218,7 +219,7 @@ class DecodeAttention:
         )
         defines = self._defines(shape.chunk, variant) | {"STAGES": stages, "CTAS": shape.ctas_per_sm}
         defines |= {"FEW_ROWS": 1} if shape.has_few_rows else {}
-        defines |= {"HALVED": shape.halved} if shape.halved else {}
+        defines |= {"VARIABLE": 1} if shape.is_variable else {}
         name = "decode_attention"
         return compiled(f"{name}.cu", name, self._device, defines, shared_bytes=shared_bytes)
 
@@ -277,18 +278,28 @@ class DecodeAttention:
         B, N, K, H = len(qkv_BX), self._heads, self._kv_heads, self._head_size
         out_BNH = torch.empty(B, N * H, dtype=torch.bfloat16, device=qkv_BX.device)
         parameters = self._parameters(qkv_BX, angles, cache, state, out_BNH, norms, options)
-        positions, is_fp8 = state.tables_BX.shape[1] * self._page_tokens, self._kv_dtype != torch.bfloat16
+        positions = state.tables_BX.shape[1] * self._page_tokens
         seen = positions if options.window is None else min(positions, options.window)
-        shape = choose_shape(B, K, seen, is_fp8, self._num_sms, self._chunk)
+        shape = self._shape(B, seen)
         kernel = self._kernel(shape, Variant.of(angles.shape[1], options))
         resident = kernel.resident_ctas(_THREADS)
         assert resident > 0
-        most = most_chunks(positions, shape.chunk, options.window, shape.halved)
+        most = most_chunks(positions, shape.least_chunk, options.window)
         adding = H // 16 if shape.has_few_rows and most > 1 else 1  # CTAs that add up a row's head
         # CTAs wait for one another, so all must run at once
         grid = min(self._num_sms * resident, B * K * max(most, adding))
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
         return out_BNH
+
+    def set_chunk(self, state: DecodeState, lengths_B: Sequence[int], num_rows: int) -> None:
+        """Set the state's chunk_1 for launches of num_rows rows, of which the first have these lengths."""
+        shape = self._shape(num_rows, self._max_pages * self._page_tokens)
+        if shape.is_variable:
+            state.chunk_1.fill_(shape.best_chunk(lengths_B, self._kv_heads, self._num_sms))
+
+    def _shape(self, num_rows: int, max_positions: int) -> Shape:
+        is_fp8 = self._kv_dtype != torch.bfloat16
+        return choose_shape(num_rows, self._kv_heads, max_positions, is_fp8, self._num_sms, self._chunk)
 
     def _parameters(
         self,
@@ -319,18 +330,18 @@ class DecodeAttention:
             angles,
             *(cache.k, cache.v, cache.k_scales, cache.v_scales),
             *(state.positions_B, tables),
-            *(q_norm_H, k_norm_H, out_BNH, self._partials, self._maxima),
+            *(q_norm_H, k_norm_H, out_BNH, self._partials, self._maxima, state.chunk_1),
         )
         window, cap, sinks_N = options.window, options.softcap, options.sinks_N
         factor = options.scale_of(H) * _LOG2_E * (1.0 if cap is None else 2.0 / cap)
         numbers = (eps, factor, B, tables.stride(0), self._max_chunks)
         if not Variant.of(H, options).has_options:
-            return struct.pack("13Q2f3i4x", *pointers, *numbers)
+            return struct.pack("14Q2f3i4x", *pointers, *numbers)
         assert window is None or window > 0
         assert sinks_N is None or (sinks_N.shape == (N,) and sinks_N.dtype == torch.float32)
         assert sinks_N is None or sinks_N.is_contiguous()
         more = window or 0, (cap or 0.0) * _LOG2_E, *addresses(sinks_N)
-        return struct.pack("13Q2f3iif4xQ", *pointers, *numbers, *more)
+        return struct.pack("14Q2f3iif4xQ", *pointers, *numbers, *more)
 
     def _check(self, cache: LayerCache) -> None:
         shape = (cache.k.shape[0], self._page_tokens, self._kv_heads, self._head_size)

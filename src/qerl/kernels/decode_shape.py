@@ -1,19 +1,20 @@
-"""Choose what a launch of decode_attention.py is compiled with: chunks, CTAs, stages, options."""
+"""Choose chunks of positions, CTAs and stages of a launch of decode_attention.py, and what is compiled in."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from qerl.kernels.attention_options import AttentionOptions
 
-CHUNK, LONG_CHUNK = 128, 512
-"""Positions; the long chunk leaves fewer sums to add, once there are enough units."""
-HALVED = 1024
-"""Positions of a row up to which its long chunks are halved, where a launch has few units."""
+CHUNK = 128
+"""Positions of a chunk of few rows."""
+LONG_CHUNKS = (192, 256, 320, 384, 448, 512)
+"""Those of more rows; `choose_chunk` chooses one."""
 
 _CTA_BYTES = 1024  # shared memory that the system reserves per CTA
 _TILE_BYTES = 8192  # of the keys of a tile, which has at most 32 positions
-_FEW_ROWS, _SOME_ROWS = 32, 64
+_FEW_ROWS = 32
 _MANY_FP8_HEADS = 256  # rows x K/V heads of few rows above which 8 one-warp CTAs beat 6 (H200)
 
 
@@ -25,8 +26,25 @@ class Shape:
     ctas_per_sm: int
     has_few_rows: bool
     """At most 32: many CTAs add up the chunks of a row, not one. A row's bits are the same."""
-    halved: int = 0
-    """Rows of up to so many positions have chunks of half the length."""
+    is_variable: bool = False
+    """DecodeState.chunk_1 has the positions of a chunk, at most `chunk`."""
+
+    @property
+    def least_chunk(self) -> int:
+        return LONG_CHUNKS[0] if self.is_variable else self.chunk
+
+    def best_chunk(self, lengths_B: Sequence[int], num_kv_heads: int, num_sms: int) -> int:
+        """Return the positions of a chunk for rows of these lengths.
+
+        The costs, in positions, of the CTA with the most units, of a unit and of a row's sum are as launches
+        on an H200 show them (dev/LOG.md)."""
+        ctas = self.ctas_per_sm * num_sms
+
+        def cost(chunk: int) -> float:
+            units = num_kv_heads * sum(-(-length // chunk) for length in lengths_B)
+            return -(-units // ctas) * chunk + 128 * units / ctas + 48 * -(-max(lengths_B) // chunk)
+
+        return min(reversed(LONG_CHUNKS), key=cost)
 
 
 def choose_shape(
@@ -34,12 +52,12 @@ def choose_shape(
 ) -> Shape:
     """Use fewer CTAs with more tiles in flight if there are few units. chunk=None: chosen from B."""
     has_few_rows = B <= _FEW_ROWS
-    halved = HALVED if chunk is None and _FEW_ROWS < B <= _SOME_ROWS else 0
-    chunk = chunk or (CHUNK if has_few_rows else LONG_CHUNK)
+    is_variable = chunk is None and not has_few_rows
+    chunk = chunk or (CHUNK if has_few_rows else LONG_CHUNKS[-1])
     if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
-        return Shape(chunk, 3, has_few_rows, halved)
+        return Shape(chunk, 3, has_few_rows, is_variable)
     is_bound_by_issue = is_fp8 and (not has_few_rows or B * num_kv_heads > _MANY_FP8_HEADS)
-    return Shape(chunk, 8 if is_bound_by_issue else 6, has_few_rows, halved)
+    return Shape(chunk, 8 if is_bound_by_issue else 6, has_few_rows, is_variable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,10 +91,7 @@ def choose_stages(
     return stages, stages * stage_bytes + 4 * max_rows
 
 
-def most_chunks(num_positions: int, chunk: int, window: int | None, halved: int = 0) -> int:
+def most_chunks(num_positions: int, chunk: int, window: int | None) -> int:
     """Return the most chunks of a row of at most so many positions, or the window's if they are fewer."""
-    if halved:
-        halves = most_chunks(min(num_positions, halved), chunk // 2, window)
-        return max(halves, most_chunks(num_positions, chunk, window))
     all_chunks = -(-num_positions // chunk)
     return all_chunks if window is None else min(all_chunks, (window + chunk - 2) // chunk + 1)

@@ -8,6 +8,7 @@
     window_tables_BX   likewise, of layers with a window that have their own; those before it are stale
     noise_rows_B the row's entry in the noise table of the norms, if there is one
     states_B     slot of the sequence's recurrent states, if layers have any
+    chunk_1      positions of a unit of attention's work, where it is not fixed (decode_shape.py)
 
     drawn_tokens_WB, drawn_logprobs_WB    results of the last W steps; place_1 is the index of the next
 
@@ -20,6 +21,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from qerl.kernels.decode_shape import LONG_CHUNKS
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class DecodeState:
@@ -31,6 +34,7 @@ class DecodeState:
     window_tables_BX: Tensor  # int32
     noise_rows_B: Tensor  # int32
     states_B: Tensor  # int32
+    chunk_1: Tensor  # int32 [1]
     drawn_tokens_WB: Tensor  # int32
     drawn_logprobs_WB: Tensor  # fp32
     place_1: Tensor  # int32 [1]
@@ -72,6 +76,7 @@ class DecodeState:
             window_tables_BX=ints(rows, pages),
             noise_rows_B=ints(rows),
             states_B=ints(rows),
+            chunk_1=ints(1, fill=LONG_CHUNKS[-1]),
             drawn_tokens_WB=ints(steps, rows),
             drawn_logprobs_WB=torch.zeros(steps, rows, device=device),
             place_1=ints(1),

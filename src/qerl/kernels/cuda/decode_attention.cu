@@ -16,7 +16,7 @@
 // multiplied by 2^10: of a head of values the largest may be from 1e-4 to 28,000.
 //
 // Compile-time: H head size, GROUP query heads per K/V head, KV_HEADS, PAGE positions per page, CHUNK, FP8, STAGES, CTAS per
-// multiprocessor. If given: FEW_ROWS (1: at most 32 rows); HALVED: rows of up to so many positions have chunks of CHUNK / 2; ROTARY
+// multiprocessor. If given: FEW_ROWS (1: at most 32 rows); VARIABLE (1: chunks have as many positions as p.chunk says); ROTARY
 // elements of a head that are rotated, 0 or a multiple of 32; INTERLEAVED (1: elements 2 j and 2 j + 1 are rotated together, not j and
 // j + ROTARY / 2); WINDOW, SOFTCAP, SINKS, GATED (1: there is one). A window skips whole chunks, tiles and groups of 16 positions, and
 // masks what is left before it.
@@ -133,18 +133,19 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
   const int lane = threadIdx.x;
   for (int row = lane; row < p.rows; row += 32) positions[row] = p.positions[row];
   __syncwarp();
-  Place at = first_place(p, positions);
-  Unit u = find_unit(p, positions, at, blockIdx.x), ahead = u, later = u;
+  const Rows rows(p, positions);
+  Place at = first_place(p, rows);
+  Unit u = find_unit(p, rows, at, blockIdx.x), ahead = u, later = u;
   Place later_at = at;
   int ahead_tile = ahead.first_tile(), stage = 0;
-  if (u.tiles) later = find_unit(p, positions, later_at, u.index + gridDim.x);
+  if (u.tiles) later = find_unit(p, rows, later_at, u.index + gridDim.x);
   // Start copying the next tile into a free stage.
   auto fetch_ahead = [&](int to) {
     if (ahead.tiles) {
       fetch(p, ahead, ahead_tile, first_stage + to * (u32)sizeof(Stage));
       if (++ahead_tile == ahead.tiles) {
         ahead = later, ahead_tile = ahead.first_tile();
-        if (ahead.tiles) later = find_unit(p, positions, later_at, ahead.index + gridDim.x);
+        if (ahead.tiles) later = find_unit(p, rows, later_at, ahead.index + gridDim.x);
       }
     }
     commit_copies();
@@ -176,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
       }
 #endif
       if (tile == u.tiles - 1 && u.is_last()) {
-        write_new_token(p, u, s, new_k, new_v, __shfl_sync(ALL_LANES, u.slot, u.position % chunk_of(u.position) / 16) + u.position % 16);
+        write_new_token(p, u, s, new_k, new_v, __shfl_sync(ALL_LANES, u.slot, u.position % u.size / 16) + u.position % 16);
         __syncwarp();
       }
       float x[2][NT][4];
@@ -189,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     finish(p, u, f);
-    u = find_unit(p, positions, at, u.index + gridDim.x);
+    u = find_unit(p, rows, at, u.index + gridDim.x);
   }
 #if FEW_ROWS
   finish_rows(p, at, (float4*)raw);

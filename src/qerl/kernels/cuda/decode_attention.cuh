@@ -29,8 +29,8 @@
 #ifndef FEW_ROWS
 #define FEW_ROWS 0
 #endif
-#ifndef HALVED
-#define HALVED 0
+#ifndef VARIABLE
+#define VARIABLE 0
 #endif
 
 #define NT ((GROUP + 7) / 8)               // tiles of 8 query heads
@@ -55,6 +55,7 @@ struct Parameters {
   u16* out;         // [rows, GROUP KV_HEADS, H]
   u32* partials;    // [rows, KV_HEADS, max_chunks, 8 NT H] fp32; all words are EMPTY before and after a launch
   u32* maxima;      // [rows, KV_HEADS, max_chunks, MAXIMA_COPIES, 8 NT, 2]: largest score in log2, sum of weights; EMPTY likewise
+  const int* chunk;  // if VARIABLE, the positions of a chunk: a multiple of TILE, at most CHUNK
   float eps, score_factor;  // of s in log2; with a soft cap, of 2 s / cap in log2
   int rows, table_width, max_chunks;
 #if WINDOW || SOFTCAP || SINKS
@@ -86,25 +87,42 @@ __device__ __forceinline__ int first_seen(const Parameters& p, int position) {
 #endif
 }
 
-// Positions of a chunk of the row whose newest position this is.
-__device__ __forceinline__ int chunk_of(int position) { return HALVED && position < HALVED ? CHUNK / 2 : CHUNK; }
+// The newest position of each row, in shared memory, and the positions of a chunk.
+struct Rows {
+  const int* positions;
+#if VARIABLE
+  int chunk;
+#else
+  static constexpr int chunk = CHUNK;
+#endif
+  __device__ __forceinline__ Rows(const Parameters& p, const int* positions) : positions(positions) {
+#if VARIABLE
+    chunk = *p.chunk;
+#endif
+  }
+};
 
 // A row's position counted from the first chunk that it sees.
-__device__ __forceinline__ int last_place(const Parameters& p, int position) {
-  return position - first_seen(p, position) / chunk_of(position) * chunk_of(position);
+__device__ __forceinline__ int last_place(const Parameters& p, const Rows& rows, int position) {
+  return position - first_seen(p, position) / rows.chunk * rows.chunk;
 }
 
 // One chunk of one row and K/V head. `slot`: lane i has the cache slot of the chunk's position 16 i. `order`: the chunk's place
 // among those that the row sees. `start`: the first position of the chunk that the row sees.
 struct Unit {
   int index, row, chunk, head, position, tiles, slot;
+#if VARIABLE
+  int size;  // positions of a chunk
+#else
+  static constexpr int size = CHUNK;
+#endif
 #if WINDOW
   int order, start;
 #else
   static constexpr int start = 0;
 #endif
-  __device__ __forceinline__ int length() const { return min(chunk_of(position), position + 1 - chunk * chunk_of(position)); }
-  __device__ __forceinline__ bool is_last() const { return position - chunk * chunk_of(position) < chunk_of(position); }
+  __device__ __forceinline__ int length() const { return min(size, position + 1 - chunk * size); }
+  __device__ __forceinline__ bool is_last() const { return position - chunk * size < size; }
   __device__ __forceinline__ int first_tile() const { return start / TILE; }
   __device__ __forceinline__ int place() const {
 #if WINDOW
