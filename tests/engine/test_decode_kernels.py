@@ -16,7 +16,6 @@ from qerl.engine.fused_linear import PackedLinears
 from qerl.engine.kv_cache import KVCache, page_bytes
 from qerl.engine.runner_cache import RunnerCache
 from qerl.formats import FP8
-from qerl.kernels import nvfp4_decode
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.head_sample import NVFP4Head
 from qerl.kernels.logprob import chunked_logprob
@@ -111,10 +110,9 @@ def test_a_bf16_product_is_one_call_with_its_adapter_in_it():
     assert not {"cat", "copy_", "add_", "_to_copy"} & set(calls.names)
 
 
-@pytest.mark.parametrize(("num_samples", "makers"), [(12, 4), (15, 1), (20, 0)])
+@pytest.mark.parametrize(("num_samples", "makers"), [(12, 4), (15, 3), (20, 3)])
 def test_products_make_u_or_are_given_it(num_samples, makers, decoder, monkeypatch):
-    """96, 120 and 160 rows; of a layer's four weights o's alone counts as small."""
-    monkeypatch.setattr(nvfp4_decode, "_SMALL_WEIGHT", SMALL.width * SMALL.num_heads * SMALL.head_size)
+    """96, 120 and 160 rows; gate and up are given it from 97 on."""
     answers_of, makes_u = defaultdict(list), PackedLinears.makes_u
 
     def recorded(self, rows, group):
@@ -226,7 +224,7 @@ def _runner(decoder, max_rows) -> tuple[DecodeRunner, KVCache]:
 
     runners = RunnerCache(decoder, EngineConfig(max_num_seqs=max_rows), NEVER)
     cache = KVCache(decoder.architecture, 64, 16, torch.bfloat16, decoder.device)
-    return runners.of(cache, Sampling(max_tokens=8), 8), cache
+    return runners.of(cache, Sampling(max_tokens=8), 8, num_first=max_rows), cache
 
 
 def _fill(state: DecodeState, rows: int) -> None:
