@@ -42,7 +42,7 @@ class Shape:
 
         def cost(chunk: int) -> float:
             units = num_kv_heads * sum(-(-length // chunk) for length in lengths_B)
-            return -(-units // ctas) * chunk + 128 * units / ctas + 48 * -(-max(lengths_B) // chunk)
+            return -(-units // ctas) * chunk + 160 * units / ctas + 36 * -(-max(lengths_B) // chunk)
 
         return min(reversed(LONG_CHUNKS), key=cost)
 
