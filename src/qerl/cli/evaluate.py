@@ -22,6 +22,7 @@ A .jsonl, .json, .parquet or .csv FILE of your own is evaluated whole, with the 
   --template TEXT         the user message; braces name columns
   --answer-column NAME    same as --task.answer-column
   --reward NAME           same as --task.rewards: a built-in reward, or FILE.py:FUNCTION
+
 Without either, evaluate on the held-out rows of the run's own task."""
 SHORT = {"--answer-column": "--task.answer-column", "--reward": "--task.rewards"}
 

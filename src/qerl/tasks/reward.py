@@ -149,7 +149,7 @@ class RewardPool:
             raise UserError(f"task.answer_column: no column {self._answer_column!r} ({there_are})")
         for function in self._functions:
             if names := missing_arguments(function, {*RESERVED, *prompt.columns}):
-                needs = f"{name_of(function)} needs {', '.join(names)}, which no column has"
+                needs = f"{name_of(function)} needs {', '.join(names)}, but the data has no such column"
                 raise UserError(f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
 
     @property
