@@ -7,7 +7,6 @@ from engine.parts import drawn, engine_of, prompts_of
 from models.tiny import tiny
 from qerl.engine.decode_forward import TorchForward
 from qerl.kernels import decode_attention as op
-from qerl.kernels.decode_shape import LONG_CHUNKS, choose_shape
 from qerl.kernels.decode_state import DecodeState
 
 
@@ -30,16 +29,16 @@ def test_before_each_burst_the_forward_pass_learns_the_rows_lengths(monkeypatch)
         assert live_B == [length if found else 0 for found, length in zip(live_B, lengths_B, strict=True)]
 
 
-@pytest.mark.parametrize(("num_rows", "is_set"), [(32, False), (33, True), (80, True)])
-def test_more_than_32_rows_have_chunks_by_their_lengths(num_rows, is_set, monkeypatch):
+@pytest.mark.parametrize(("num_rows", "chunk"), [(32, 1), (33, 256), (80, 384)])
+def test_more_than_32_rows_have_chunks_by_their_lengths(num_rows, chunk, monkeypatch):
     gpu = type("Gpu", (), {"multi_processor_count": 132, "shared_memory_per_multiprocessor": 228 * 1024})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     kernel = op.DecodeAttention(28, 4, 128, 16, torch.float8_e4m3fn, 80, 512, torch.device("cpu"))
     state, lengths_B = DecodeState.empty(80, 512, 1, "cpu"), [1700, 300] * (num_rows // 2)
     state.chunk_1.fill_(1)
     kernel.set_chunk(state, lengths_B, num_rows)
-    shape = choose_shape(num_rows, 4, 512 * 16, True, num_sms=132)
-    assert state.chunk_1.item() == (shape.best_chunk(lengths_B, 4, num_sms=132) if is_set else 1)
+    assert state.chunk_1.item() == chunk
+    state.chunk_1.fill_(1)
     fixed = op.DecodeAttention(28, 4, 128, 16, torch.bfloat16, 80, 512, torch.device("cpu"), chunk=128)
     fixed.set_chunk(state, lengths_B, num_rows)
-    assert (state.chunk_1.item() in LONG_CHUNKS) == is_set
+    assert state.chunk_1.item() == 1

@@ -19,6 +19,9 @@ from qerl.models.random_weights import SHAPES, shape
 
 STEPS = {  # model, rows, cache, whether each row has its own noise
     "7b": ("qwen2.5-7b", 64, "bf16", False),
+    "7b of 112": ("qwen2.5-7b", 112, "bf16", False),
+    "7b of 176": ("qwen2.5-7b", 176, "fp8", False),
+    "7b of 224": ("qwen2.5-7b", 224, "fp8", False),
     "half": ("qwen2.5-0.5b", 8, "fp8", True),
     "wide": ("qwen2.5-72b", 256, "fp8", False),
     "hybrid": ("qwen3.5-9b", 64, "bf16", False),
@@ -30,6 +33,7 @@ CASES = (  # each architecture once, and the widest tiles on the smallest card a
     *(("half", name) for name in ("sm_86", "sm_90a", "sm_120a")),
     *(("wide", name) for name in ("sm_86", "sm_90a")),
     ("hybrid", "sm_86"),
+    *((f"7b of {rows}", "sm_90a") for rows in (112, 176, 224)),
 )
 
 

@@ -222,28 +222,20 @@ def test_many_rows_have_chunks_of_as_many_positions_as_the_state_says(chunk, kv_
     check(made(28, 4, 128, 16, kv_dtype, rows=80), case)
 
 
-@pytest.mark.gpu
-def test_the_chunk_is_chosen_from_lengths_for_more_than_32_rows(made):
-    kernel = made(28, 4, 128, 16, torch.float8_e4m3fn, rows=80, pages=512)
-    state = DecodeState.empty(80, 512, 1, "cuda")
-    for num_rows, length in ((32, 40), (40, 40), (64, 4352)):
-        kernel.set_chunk(state, [length] * num_rows, num_rows)
-        expected = LONG_CHUNKS[-1] if num_rows <= 32 else expected_chunk(num_rows, length)
-        assert state.chunk_1.item() == expected
-
-
-def expected_chunk(num_rows, length):
-    """On an H200, FP8."""
-    shape = choose_shape(num_rows, 4, 8192, True, num_sms=132)
-    return shape.best_chunk([length] * num_rows, 4, num_sms=132)
-
-
 def test_chunks_are_such_that_all_ctas_have_about_as_much_to_do():
-    assert expected_chunk(40, 40) == 192  # a row is one chunk in any case
-    assert expected_chunk(64, 4352) == 384  # 2,304 units of 512 are 2.2 for each of 1,056 CTAs, 3,072 are 2.9
-    assert expected_chunk(64, 8000) == 512
-    ragged = choose_shape(128, 4, 8192, True, num_sms=132)
-    assert ragged.best_chunk([300, 700, 900, 1700] * 32, 4, num_sms=132) < 512
+    """On an H200, FP8: 1,056 CTAs."""
+
+    def chunk(lengths):
+        shape = choose_shape(len(lengths), 4, 8192, True, num_sms=132)
+        assert shape.is_variable and shape.chunk == 512
+        return shape.best_chunk(lengths, 4, num_sms=132)
+
+    assert chunk([40] * 40) == 192  # a row is one chunk in any case
+    assert chunk([4352] * 64) == 384  # 2,304 units of 512 are 2.2 a CTA, 3,072 are 2.9
+    assert chunk([8000] * 64) == 512
+    assert chunk([300, 700, 900, 1700] * 32) == 256
+    few = choose_shape(40, 4, 656, True, num_sms=132)
+    assert (few.chunk, few.ctas_per_sm, few.is_variable) == (256, 3, False)
 
 
 @pytest.mark.gpu

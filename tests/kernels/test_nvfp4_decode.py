@@ -1,3 +1,4 @@
+import itertools
 import re
 from importlib import resources
 
@@ -8,6 +9,8 @@ from conftest import rms_error
 from qerl.formats import e2m1
 from qerl.kernels import nvfp4_decode as op
 from qerl.kernels.nvfp4_tile import TOKEN_TILES
+from qerl.models.layer_spec import layer_spec
+from qerl.models.random_weights import shape
 
 POSITIVE_SCALES = torch.arange(1, 127, dtype=torch.uint8)  # every E4M3 byte but 0, NaN and the negative ones
 
@@ -198,11 +201,20 @@ def test_large_weights_share_u_from_33_rows_with_swiglu_and_from_65_without():
     assert not any(op.pays_to_share_u(M, narrow, swiglu) for M in (33, 256) for swiglu in (False, True))
 
 
-def test_u_is_made_up_to_96_rows_and_from_there_on_unless_gate_and_up_or_much_of_it():
+def test_all_products_make_u_up_to_96_rows_and_beyond_that_all_but_gate_and_up():
     assert all(op.pays_to_make_u(96, 18944, 128, swiglu) for swiglu in (False, True))
     assert op.pays_to_make_u(256, 18944, 32, swiglu=False) and op.pays_to_make_u(256, 3584, 96, swiglu=False)
     assert not op.pays_to_make_u(97, 3584, 64, swiglu=True)
-    assert not op.pays_to_make_u(256, 18944, 128, swiglu=False)
+    assert not op.pays_to_make_u(256, 18944, 128, swiglu=False)  # its sums would not fit
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b"])
+def test_where_a_product_makes_u_its_sums_fit(name):
+    for group, rank, M in itertools.product(layer_spec(shape(name)).groups, (16, 128), range(1, 257)):
+        K, rows = group.in_width, rank * len(group.out_widths)
+        if op.pays_to_make_u(M, K, rows, group.name == "gate_up"):
+            tile = op.choose_tile(M, group.out_width, K)
+            assert K // tile.slice_k * tile.padded_tokens(M) * rows <= op._PARTIAL_WORDS
 
 
 @pytest.mark.gpu

@@ -165,7 +165,9 @@ def test_a_column_that_is_not_there_is_refused_before_anything_is_scored(pool):
     def asks(completions, solution):
         return [1.0]
 
-    with pytest.raises(UserError, match=r"asks needs solution, but the data has no such column; .* there are: answer, level"):
+    with pytest.raises(
+        UserError, match=r"asks needs solution, but the data has no such column; .* there are: answer, level"
+    ):
         pool(asks).score([group("a", answer="1", level=2)])
     with pytest.raises(UserError, match=r"task.answer_column: no column 'gold' \(there are: answer\)"):
         pool(answer_column="gold").score([group("a", answer="1")])

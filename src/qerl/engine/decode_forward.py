@@ -41,7 +41,7 @@ class DecodeForward(Protocol):
         ...
 
     def prepare(self, state: DecodeState, lengths_B: list[int], num_rows: int) -> None:
-        """Set what steps of num_rows rows read besides them; the first rows have these lengths."""
+        """Set what the next steps of num_rows rows read besides the rows; lengths_B: of those in use."""
         ...
 
 

@@ -7,9 +7,9 @@
                         h += y W^T + u B^T                              L times
     hidden = norm(h)                                                    h in fp32, all else in bf16
 
-u = scaling * x @ A^T of the product's input x. For few rows the kernels for packed linears make it in the
-same launch; otherwise the norm's launch makes it, or one of its own ahead of o and down. For BF16 weights it
-is stored behind the rows of x: [x | u] @ [W | B]^T is one cuBLAS call (fused_linear.py).
+u = scaling * x @ A^T of the product's input x. The kernels for packed linears make it in the same launch
+where that is faster (`makes_u`); otherwise the norm's launch makes it, or one of its own ahead of o and down.
+For BF16 weights it is stored behind the rows of x: [x | u] @ [W | B]^T is one cuBLAS call (fused_linear.py).
 
 A layer is the step of its mixer and the step of its MLP (decode_layer.py), chosen by its kind in MIXERS and
 MLPS. The step reads the modules' own weights, norms and noise and keeps no copy of them. `publish` refreshes
@@ -75,9 +75,8 @@ class KernelForward:
             attention=attention,
             grouped=grouped,
         )
-        kinds = {kind.mixer for kind in decoder.architecture.kinds}
-        self._mixers = {kind: MIXERS[kind](parts) for kind in kinds}
-        self._steps = _steps(parts, self._mixers)
+        mixers = {name: MIXERS[name](parts) for name in {k.mixer for k in decoder.architecture.kinds}}
+        self._attention, self._steps = mixers.get("attention"), _steps(parts, mixers)
 
     @staticmethod
     def obstacle(decoder: Decoder, page_tokens: int, kernels: Kernels | None = None) -> str | None:
@@ -97,9 +96,8 @@ class KernelForward:
                 group.publish()
 
     def prepare(self, state: DecodeState, lengths_B: list[int], num_rows: int) -> None:
-        for mixer in self._mixers.values():
-            if isinstance(mixer, AttentionSteps):
-                mixer.kernel.set_chunk(state, lengths_B, num_rows)
+        if isinstance(self._attention, AttentionSteps):
+            self._attention.kernel.set_chunk(state, lengths_B, num_rows)
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
         return self._run(StepRows(state, num_rows, is_together=False))

@@ -8,10 +8,10 @@ Layout of a layer's cache, slot = page * page_tokens + offset in the page:
     k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
     scales    fp32 [num_pages, K, page_tokens]: a token's head is codes * scale, scale = absmax / 448
 
-A chunk of positions (CHUNK, with more than 32 rows as many as the state's chunk_1 says) is a unit of work of
-one warp. The results of a row's chunks (largest score, sum and o, in fp32) are added in one order: by the
-unit of the last chunk, which waits for the others, or up to 32 rows by a warp for each 16 elements of H. So a
-row's bits depend on that row alone, and with more than 32 rows on chunk_1
+A chunk of positions is one unit of work of one warp: CHUNK of them, or with more than 32 rows as many as
+decode_shape.py chooses, for all rows and by their lengths. The results of a row's chunks (largest score, sum
+and o, in fp32) are added in one order: by the unit of the last chunk, which waits for the others, or up to 32
+rows by a warp for each 16 elements of H. So a row's bits depend on that row and on the chunk alone
 (tests/kernels/test_decode_attention.py). Units are ordered by chunk, then row: neighboring rows that share
 pages, such as the samples of a group, read them from memory once, then from L2. Rows with position -1 get
 zeros.
@@ -21,8 +21,8 @@ What attention_options.py lists, a rotation of a head's first elements only or o
 chunks that the window reaches; no page wholly before it is read, so such a page may belong to another
 sequence already.
 
-Letters besides types.py: B rows, X pages of a table or columns of qkv. Positions, tables and pages are read
-before the previous kernel has ended, so no kernel that allows an early launch of this one may write them.
+B rows, X pages of a table or columns of qkv. Positions, tables, pages and chunk_1 are read before the
+previous kernel has ended, so no kernel that allows an early launch of this one may write them.
 """
 
 import dataclasses
@@ -292,7 +292,7 @@ class DecodeAttention:
         return out_BNH
 
     def set_chunk(self, state: DecodeState, lengths_B: Sequence[int], num_rows: int) -> None:
-        """Set the state's chunk_1 for launches of num_rows rows, of which the first have these lengths."""
+        """Set chunk_1 for launches of num_rows rows, with windows or not; lengths_B: of those in use."""
         shape = self._shape(num_rows, self._max_pages * self._page_tokens)
         if shape.is_variable:
             state.chunk_1.fill_(shape.best_chunk(lengths_B, self._kv_heads, self._num_sms))
@@ -319,6 +319,7 @@ class DecodeAttention:
             assert half.dtype == torch.bfloat16 and half.is_contiguous() and half.data_ptr() % 16 == 0
         tables = state.tables_BX
         assert tables.shape[0] >= B and tables.shape[1] <= self._max_pages and tables.stride(1) == 1
+        assert state.chunk_1.dtype == torch.int32
         for ints in (state.positions_B, tables):
             assert ints.dtype == torch.int32 and len(ints) >= B and ints.stride(-1) == 1
         q_norm_H, k_norm_H, eps = norms or (None, None, 0.0)

@@ -10,11 +10,11 @@ from qerl.kernels.attention_options import AttentionOptions
 CHUNK = 128
 """Positions of a chunk of few rows."""
 LONG_CHUNKS = (192, 256, 320, 384, 448, 512)
-"""Those of more rows; `choose_chunk` chooses one."""
+"""Those of more rows; `Shape.best_chunk` chooses one, if there are enough units of the largest."""
 
 _CTA_BYTES = 1024  # shared memory that the system reserves per CTA
 _TILE_BYTES = 8192  # of the keys of a tile, which has at most 32 positions
-_FEW_ROWS = 32
+_FEW_ROWS, _SHORT_CHUNK = 32, 256  # the chunk of more rows that have few units
 _MANY_FP8_HEADS = 256  # rows x K/V heads of few rows above which 8 one-warp CTAs beat 6 (H200)
 
 
@@ -36,8 +36,8 @@ class Shape:
     def best_chunk(self, lengths_B: Sequence[int], num_kv_heads: int, num_sms: int) -> int:
         """Return the positions of a chunk for rows of these lengths.
 
-        The costs, in positions, of the CTA with the most units, of a unit and of a row's sum are as launches
-        on an H200 show them (dev/LOG.md)."""
+        Costs are in positions: the chunks of the busiest CTA, 160 for each unit of a CTA, 36 for each chunk
+        of the longest row (fitted to launches on an H200, dev/LOG.md)."""
         ctas = self.ctas_per_sm * num_sms
 
         def cost(chunk: int) -> float:
@@ -50,12 +50,12 @@ class Shape:
 def choose_shape(
     B: int, num_kv_heads: int, max_positions: int, is_fp8: bool, num_sms: int, chunk: int | None = None
 ) -> Shape:
-    """Use fewer CTAs with more tiles in flight if there are few units. chunk=None: chosen from B."""
+    """Use fewer CTAs with more tiles in flight if there are few units. chunk=None: chosen."""
     has_few_rows = B <= _FEW_ROWS
     is_variable = chunk is None and not has_few_rows
     chunk = chunk or (CHUNK if has_few_rows else LONG_CHUNKS[-1])
     if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
-        return Shape(chunk, 3, has_few_rows, is_variable)
+        return Shape(_SHORT_CHUNK if is_variable else chunk, 3, has_few_rows)
     is_bound_by_issue = is_fp8 and (not has_few_rows or B * num_kv_heads > _MANY_FP8_HEADS)
     return Shape(chunk, 8 if is_bound_by_issue else 6, has_few_rows, is_variable)
 

@@ -41,6 +41,7 @@ WIDTH_MULTIPLE = 128  # of D, in FP8 and NVFP4
 CHUNK = 64  # of the vocabulary; its best token and sum are one partial result
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _TOKENS = (8, 16, 32, *range(48, 225, 16), 256)  # of a tile
+_MOST_SPLIT = (128, 64, 0)  # by format
 # The most k of a stage, for tiles of up to so many tokens, by format.
 _MOST_K = (((16, 128), (256, 64)), ((32, 256), (128, 128)), ((16, 512), (80, 256), (224, 128), (256, 64)))
 _MASK = 2**32 - 1
@@ -178,7 +179,7 @@ class HeadTile:
 
     @property
     def registers(self) -> int:
-        """Registers per multiplying thread, or 0: the default, 168 with two warpgroups, is enough."""
+        """Registers per multiplying thread, or 0: the default holds sums and, of codes, 32 decoded words."""
         needed = self.tokens // 2 * (1 + (self.format == 1)) + 32 * (self.format > 0)
         return 240 if self.warpgroups == 2 and needed > 100 else 0
 
@@ -209,8 +210,9 @@ def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     k_block = next(k for k in (512, 256, 128, 64) if k <= most_k and D % k == 0)
     if tokens <= (16 if head_format == 0 else 32):
         return HeadTile(head_format, tokens, 1, k_block, 2, split=int(head_format > 0))
-    warpgroups, most_split = 3 if head_format == 2 and tokens <= 128 else 2, (128, 64, 0)[head_format]
-    return HeadTile(head_format, tokens, warpgroups, k_block, 1, split=int(tokens <= most_split))
+    warpgroups = 3 if head_format == 2 and tokens <= 128 else 2
+    split = int(tokens <= _MOST_SPLIT[head_format])
+    return HeadTile(head_format, tokens, warpgroups, k_block, 1, split)
 
 
 class HeadSample:

@@ -49,8 +49,8 @@ MAX_LOW_RANK_ROWS = 384  # of all adapters that read one x
 ALPHA_FACTOR = 2.0**19
 
 _PLACED = 0x81C081C0  # the bits of two codes in two bfloat16
-_SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B are larger
-_PARTIAL_WORDS = 2**23  # of u's sums
+_LARGE_WEIGHT = 2**26  # gate|up and down of 7B, o of 72B; q|k|v and o of 7B and 32B are smaller
+_PARTIAL_WORDS = 2**23  # of u's sums: of each number of u at most K / TILE_K
 _WORKSPACE_WORDS = 2 * 128 * 256  # per multiprocessor: two slots for the largest tile
 _U_WORDS = MAX_TOKENS * MAX_LOW_RANK_ROWS // 2
 
@@ -113,9 +113,9 @@ def swiglu_order(features: int, device: torch.device) -> Tensor:
 def pays_to_make_u(M: int, K: int, rows: int, swiglu: bool) -> bool:
     """True if computing u here is faster than in lora_shrink.py: launches on an H200 (dev/LOG.md).
 
-    rows: of all adapters that read x; swiglu: the weight is gate and up.
+    rows: of all adapters that read x, whose sums must fit; swiglu: the weight is gate and up.
     """
-    return M <= 96 or (not swiglu and rows * K <= _PARTIAL_WORDS // MAX_TOKENS * TILE_K)
+    return rows * K * -(-M // TILE_K) <= _PARTIAL_WORDS and (M <= 96 or not swiglu)
 
 
 def pays_to_share_u(M: int, weight_NK: int, swiglu: bool) -> bool:
@@ -123,7 +123,7 @@ def pays_to_share_u(M: int, weight_NK: int, swiglu: bool) -> bool:
 
     weight_NK: number of elements of the weight; swiglu: it is gate and up. A row's bits are the same.
     """
-    return weight_NK > _SMALL_WEIGHT and (M > 64 or (swiglu and M > 32))
+    return weight_NK >= _LARGE_WEIGHT and (M > 64 or (swiglu and M > 32))
 
 
 def shared_u_bytes(tile: Tile, M: int, columns: int) -> int:

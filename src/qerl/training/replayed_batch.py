@@ -70,6 +70,7 @@ class ReplayingEngine(Protocol):
         step: int,
         on_burst: OnBurst | None = None,
     ) -> list[Group]:
+        """Return the samples of each prompt. on_burst is not called: what a sample is shows at its end."""
         draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
         return self.sample(prompts_P, draw)[0]
 
