@@ -6,6 +6,7 @@ import pytest
 
 import tiny_run
 from qerl.cli.main import command
+from qerl.config.recipes import own
 from qerl.errors import UserError
 
 
@@ -50,6 +51,13 @@ def test_without_a_split_the_last_rows_are_held_out(files, tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", [{"prompt": text} for text in ("a", "b", "c", "a")])
     report = found(capsys, data, "--model", str(files), "--task.num-held-out", "1")
     assert report["leaks"] == [["line 1", "line 4"]] and report["train"]["usable"] == 3
+
+
+def test_as_many_rows_are_held_out_as_in_training(files, tmp_path, capsys):
+    data = write(tmp_path / "rows.jsonl", [{"prompt": f"{i % 20} + 1 ="} for i in range(40)])
+    report = found(capsys, data, "--model", str(files))
+    assert report["held_out"]["usable"] == own().task.num_held_out == 32
+    assert len(report["leaks"]) == 8
 
 
 def test_white_space_makes_no_other_row_and_no_prompt(files, tmp_path, capsys):

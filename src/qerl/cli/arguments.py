@@ -53,12 +53,13 @@ def _one_line(box: str) -> str:
     parts = [" ".join(filter(None, run)) for is_rule, run in runs if not is_rule]
     text = parts[: 1 if "\u256d" in box else 2][-1].rstrip(".")
     text = re.sub(_NO_NUMBER, lambda m: f"{m[1]} must be {'an integer' if m[2] else 'a number'}, got", text)
+    text = re.sub(r"Missing value for argument '(\S+)'. Expected 1 values", r"\1 needs a value", text)
     kinds = {"INT": "an integer", "FLOAT": "a number"}
     text = re.sub(_NO_NUMBER_OR_NONE, lambda m: f"{m[1]} must be {kinds[m[2]]} or None, got {m[3]}", text)
     if missing := re.fullmatch(_MISSING, text):
         each = re.findall(r"(\S+) (.*?)\.? \(required\)", missing[2])
         told = [f"{name} ({what[:1].lower()}{what[1:]})" for name, what in each]
-        text = f"{missing[1]} needs {' and '.join(told)}"
+        text = f"{missing[1].removeprefix('qerl ')} needs {' and '.join(told)}"
     return text + "; --help lists the options"
 
 

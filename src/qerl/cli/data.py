@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import SftConfig, TaskConfig
 from qerl.config.check import check_not_negative, check_positive
+from qerl.config.recipes import own
 from qerl.config.renamed import refuse_former_options
 from qerl.errors import UserError
 
@@ -49,7 +50,7 @@ class DataOptions:
     json: bool = False
     """Print one JSON object instead of lines."""
 
-    task: TaskConfig = TaskConfig()
+    task: TaskConfig = own().task
 
     def __post_init__(self):
         check_positive(self, "max_tokens")

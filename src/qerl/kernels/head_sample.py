@@ -211,8 +211,7 @@ def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     if tokens <= (16 if head_format == 0 else 32):
         return HeadTile(head_format, tokens, 1, k_block, 2, split=int(head_format > 0))
     warpgroups = 3 if head_format == 2 and tokens <= 128 else 2
-    split = int(tokens <= _MOST_SPLIT[head_format])
-    return HeadTile(head_format, tokens, warpgroups, k_block, 1, split)
+    return HeadTile(head_format, tokens, warpgroups, k_block, 1, int(tokens <= _MOST_SPLIT[head_format]))
 
 
 class HeadSample:
