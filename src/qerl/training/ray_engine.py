@@ -31,7 +31,7 @@ from qerl.learner.distributed import Ranks
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.ray_worker import MakeEpisodes, PublishedPolicy, Sampled, Worker
 from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine
-from qerl.types import Group, OnBurst, Prompt, Sample, Sampling
+from qerl.types import Group, Prompt, Sample
 
 _MAX_ATTEMPTS = 3
 _REACHING_S = 5.0
@@ -192,19 +192,9 @@ class RemoteEngine(ReplayingEngine):
         masters = {name: master.cpu() for name, master in self._adapter().items()}
         self._version, self._published = version, [self._cluster.ray.put(masters)]
 
-    def generate(
-        self,
-        prompts_P: list[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        on_burst: OnBurst | None = None,
-    ) -> list[Group]:
-        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        if step != EVALUATION_STEP:
-            self._request_ahead(draw, step + self._config.ray.max_staleness)
+    def unbranched(self, prompts_P: list[Prompt], draw: Draw) -> list[Group]:
+        if draw.step != EVALUATION_STEP:
+            self._request_ahead(draw, draw.step + self._config.ray.max_staleness)
         return self._groups(prompts_P, self._results_of(prompts_P, draw))
 
     def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:

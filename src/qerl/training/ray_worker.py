@@ -25,11 +25,7 @@ from qerl.models.adapter import load_adapter
 from qerl.models.policy_model import PolicyModel
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
 from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine, SingleTurns
-from qerl.types import Prompt, RolloutEngine, Sample
-
-
-class WorkerEngine(RolloutEngine, ReplayingEngine, Protocol):
-    """An engine that samples and branches in a worker."""
+from qerl.types import Prompt, Sample
 
 
 class Episodes(Protocol):
@@ -37,7 +33,7 @@ class Episodes(Protocol):
 
     def engine(
         self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> WorkerEngine: ...
+    ) -> ReplayingEngine: ...
 
 
 MakeEpisodes = Callable[[], Episodes]
@@ -73,7 +69,7 @@ class Sampled:
 class _Loaded:
     model: PolicyModel
     inner: SamplingEngine
-    engine: WorkerEngine
+    engine: ReplayingEngine
     noise: AQN
 
 

@@ -15,7 +15,7 @@ from qerl.algo.seeds import mix
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Stats
 from qerl.engine.sampling_engine import SamplingEngine
-from qerl.types import Group, OnBurst, Pivot, Prompt, Sample, Sampling
+from qerl.types import Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, Sampling
 
 _BRANCH = 7  # keeps these seeds apart from those of other tokens
 
@@ -46,7 +46,7 @@ class Parent:
 HistoriesPG = list[list[Any]]
 
 
-class ReplayingEngine(Protocol):
+class ReplayingEngine(RolloutEngine, Protocol):
     """An engine that can branch samples that any engine of its kind has made."""
 
     stats: Stats
@@ -72,6 +72,10 @@ class ReplayingEngine(Protocol):
     ) -> list[Group]:
         """Return the samples of each prompt. on_burst is not called: what a sample is shows at its end."""
         draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+        return self.unbranched(prompts_P, draw)
+
+    def unbranched(self, prompts_P: list[Prompt], draw: Draw) -> list[Group]:
+        """Return the samples of each prompt, of which none will be branched."""
         return self.sample(prompts_P, draw)[0]
 
     def branch_batches(
