@@ -16,6 +16,7 @@ from qerl.errors import UserError, did_you_mean, redact, require
 
 Options = TypeVar("Options")
 _NO_NUMBER = r"Error parsing (--\S+): (?:invalid literal for (int)\b.*?|could not convert string to float):"
+_NO_VALUE = r"Missing value for argument '(\S+)'\. Expected 1 values"
 _MISSING = r"Missing from (.*?): (.*)"  # then each argument with its help
 _NO_NUMBER_OR_NONE = r"Error parsing (--\S+): no type matching \{None\}\|(INT|FLOAT) .*? from \[(.*?)\]\..*"
 
@@ -53,7 +54,7 @@ def _one_line(box: str) -> str:
     parts = [" ".join(filter(None, run)) for is_rule, run in runs if not is_rule]
     text = parts[: 1 if "\u256d" in box else 2][-1].rstrip(".")
     text = re.sub(_NO_NUMBER, lambda m: f"{m[1]} must be {'an integer' if m[2] else 'a number'}, got", text)
-    text = re.sub(r"Missing value for argument '(\S+)'. Expected 1 values", r"\1 needs a value", text)
+    text = re.sub(_NO_VALUE, r"\1 needs a value", text)
     kinds = {"INT": "an integer", "FLOAT": "a number"}
     text = re.sub(_NO_NUMBER_OR_NONE, lambda m: f"{m[1]} must be {kinds[m[2]]} or None, got {m[3]}", text)
     if missing := re.fullmatch(_MISSING, text):

@@ -179,7 +179,8 @@ class DecodeRunner:
         assert 0 < num_steps <= self.max_steps and self._samples_B
         self._state.place_1.zero_()
         num_rows = self._rows(len(self._samples_B))
-        lengths_B = [s.num_positions + self.num_unread_steps for s in self._samples_B]
+        unread = self.num_unread_steps
+        lengths_B = [s.num_positions + unread for s in self._samples_B]
         self._forward.prepare(self._state, lengths_B, num_rows)
         with torch.no_grad():
             for _ in range(num_steps):

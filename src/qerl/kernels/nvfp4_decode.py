@@ -115,7 +115,8 @@ def pays_to_make_u(M: int, K: int, rows: int, swiglu: bool) -> bool:
 
     rows: of all adapters that read x, whose sums must fit; swiglu: the weight is gate and up.
     """
-    return rows * K * -(-M // TILE_K) <= _PARTIAL_WORDS and (M <= 96 or not swiglu)
+    most_words = K // TILE_K * rows * (-(-M // 64) * 64)  # tokens of whole tiles, rounded up
+    return most_words <= _PARTIAL_WORDS and (M <= 96 or not swiglu)
 
 
 def pays_to_share_u(M: int, weight_NK: int, swiglu: bool) -> bool:
