@@ -200,6 +200,8 @@ class BegunSample:
     """None: not finished."""
     routes: bytes | None = None
     """As in Sample, once it is finished."""
+    cache: Any = dataclasses.field(default=None, compare=False, repr=False)
+    """Its part of the engine's cache (engine/carried_cache.py); None: it is computed again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,10 +212,21 @@ class BegunGroup:
     seed_step: int
     """The step in the coordinates of its random numbers, whichever step samples a token."""
     samples_G: list[BegunSample]
+    cache: Any = dataclasses.field(default=None, compare=False, repr=False)
+    """The prompt's part, likewise."""
 
     @property
     def is_complete(self) -> bool:
         return all(sample.finish is not None for sample in self.samples_G)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Host memory of the caches."""
+        return sum(each.cache.num_bytes for each in (self, *self.samples_G) if each.cache is not None)
+
+    def without_cache(self) -> "BegunGroup":
+        samples_G = [dataclasses.replace(sample, cache=None) for sample in self.samples_G]
+        return dataclasses.replace(self, samples_G=samples_G, cache=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

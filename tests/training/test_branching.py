@@ -11,7 +11,7 @@ from learner.samples import prompt, random_groups, sample
 from learner.tiny import VOCAB, run_config, tiny_learner
 from qerl.algo.pivot import Success
 from qerl.config import AlgoConfig, DeepConfig, EvalConfig, RunConfig, SampleConfig
-from qerl.engine.generation import Stats
+from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix, split
 from qerl.training.branching import BranchingRollouts

@@ -13,7 +13,7 @@ from models.tiny import tiny
 from qerl.cli.main import main
 from qerl.config import AlgoConfig, EngineConfig, EnvironmentConfig, NoiseConfig, RunConfig, TaskConfig
 from qerl.engine import Engine
-from qerl.engine.generation import Stats
+from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.learner.distributed import ALONE
 from qerl.learner.minibatch import after_prefix

@@ -16,6 +16,7 @@ from engine.parts import engine_of, prompts_of
 from models.tiny import tiny
 from qerl.config import (
     AlgoConfig,
+    EngineConfig,
     EvalConfig,
     NoiseConfig,
     RolloutConfig,
@@ -160,10 +161,10 @@ class Together(Ranks):
         return found
 
 
-def two_ranks(steps, states=(None, None)):
+def two_ranks(steps, states=(None, None), config=CONFIG):
     """[(rollouts, its steps)] of two ranks, begun with these states."""
     barrier, values = threading.Barrier(2), [None, None]
-    made = [partial_of(tiny(), ranks=Together(index, barrier, values)) for index in range(2)]
+    made = [partial_of(tiny(), config, Together(index, barrier, values)) for index in range(2)]
 
     def run(index):
         rollouts, engine = made[index]
@@ -195,6 +196,35 @@ def test_two_ranks_learn_from_every_sample_once_and_go_on_with_what_they_carry(d
     alone, _ = partial_of(decoder)
     with pytest.raises(UserError, match="continue it with 2, not 1"):
         alone.load(states[0])
+
+
+KEEPS = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, keep_kv_cache=True))
+
+
+def test_what_the_cache_held_is_carried_and_not_over_a_checkpoint(decoder, unbroken):
+    rollouts, engine = partial_of(decoder, KEEPS)
+    ours = sampled(rollouts, engine, range(3))
+    fresh, _ = partial_of(decoder, KEEPS)
+    fresh.load(json.loads(json.dumps(rollouts.state())))
+    rollouts.forget_cache()
+    ours += sampled(rollouts, engine, range(3, STEPS))
+    mine, others = drawn(ours), drawn(unbroken)
+    assert {key: found[0] for key, found in mine.items()} == {key: found[0] for key, found in others.items()}
+    reused = [m["reused_tokens"] for _, m in ours]
+    assert reused[0] == reused[3] == 0 and min(reused[1], reused[2], reused[4]) > 0
+    assert [m["carried_gb"] > 0 for _, m in ours] == [m["carried_samples"] > 0 for _, m in ours]
+    assert {m["reused_tokens"] for _, m in unbroken} == {m["carried_gb"] for _, m in unbroken} == {0}
+
+
+def test_each_rank_keeps_what_its_own_cache_held(decoder):
+    ranks, ((_, without), _) = two_ranks(range(4), config=KEEPS), two_ranks(range(4))
+    for index, (rollouts, steps) in enumerate(ranks):
+        assert [groups for groups, _ in steps] == [groups for groups, _ in ranks[0][1]]
+        mine, others = drawn(steps), drawn(without)
+        assert {key: s[0] for key, s in mine.items()} == {key: s[0] for key, s in others.items()}
+        assert max(m["reused_tokens"] for _, m in steps) > 0 < max(m["carried_gb"] for _, m in steps)
+        held = [number for number, _, begun in rollouts._carried if begun.cache_bytes]
+        assert all(number % P % 2 == index for number in held)
 
 
 def first_version(sample):
@@ -233,6 +263,7 @@ def test_little_memory_preempts_and_changes_nothing(decoder, unbroken):
         ({"algo": AlgoConfig(dynamic_sampling=True)}, "algo.dynamic_sampling"),
         ({"noise": NoiseConfig(scope="sample")}, "noise.scope sample"),
         ({"rollout": RolloutConfig(partial=True, extra_prompts=9)}, "must not exceed num_prompts"),
+        ({"rollout": KEEPS.rollout, "engine": EngineConfig(exact=True)}, "not work with engine.exact"),
     ],
 )
 def test_what_it_cannot_do_is_refused(settings, said):
@@ -240,9 +271,11 @@ def test_what_it_cannot_do_is_refused(settings, said):
         dataclasses.replace(CONFIG, **settings)
 
 
-def test_killed_and_started_again_a_partial_run_is_the_unbroken_one(files, tmp_path):
-    given = ("--rollout.partial", "--rollout.extra-prompts", "3", "--engine.max-num-seqs", "6")
+@pytest.mark.parametrize("keeps", [(), ("--rollout.keep-kv-cache",)], ids=["computed again", "kept"])
+def test_killed_and_started_again_a_partial_run_is_the_unbroken_one(files, tmp_path, keeps):
+    given = ("--rollout.partial", "--rollout.extra-prompts", "3", "--engine.max-num-seqs", "6", *keeps)
     given += ("--task.reward-overlap", "always")
     steps = goes_on(files, tmp_path, *given, recipe="demo")
     assert sum(step["carried_samples"] for step in steps) > 0 and steps[-1]["carried_samples"] == 0
     assert max(step["staleness"] for step in steps) > 0
+    assert any(step["reused_tokens"] for step in steps) == bool(keeps)

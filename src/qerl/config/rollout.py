@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.check import check_not_negative, check_positive
+from qerl.errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,12 @@ class RolloutConfig:
     max_staleness: int = 2
     """partial: a step waits for the groups that were begun this many steps before it."""
 
+    keep_kv_cache: bool = False
+    """partial: copy the keys and values of unfinished samples to host memory and back, so that the next step
+    does not compute them again; they are then those of the weights that sampled the tokens. After a
+    checkpoint they are computed again, so that a continued run is the same. Not with engine.exact."""
+
     def __post_init__(self):
         check_not_negative(self, "extra_prompts", prefix="rollout.")
         check_positive(self, "max_staleness", prefix="rollout.")
+        require(self.partial or not self.keep_kv_cache, "rollout.keep_kv_cache needs rollout.partial")

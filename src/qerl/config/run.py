@@ -235,6 +235,8 @@ class RunConfig:
             (self.noise.scope != "step", f"noise.scope {self.noise.scope}"),
         ):
             require(not is_set, f"rollout.partial does not work with {what}")
+        is_exact = self.engine.exact and self.rollout.keep_kv_cache
+        require(not is_exact, "rollout.keep_kv_cache does not work with engine.exact")
 
     def _check_distil(self) -> None:
         algo, distil = self.algo, self.distil

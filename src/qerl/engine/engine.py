@@ -34,7 +34,7 @@ from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.cache_size import CacheSize, PageCounts, rounded_up_gb
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.detokenizer import Detokenizer
-from qerl.engine.generation import Call, Generation, Stats
+from qerl.engine.generation import Call, Generation
 from qerl.engine.kept_pages import KeptPages
 from qerl.engine.kv_budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.kv_cache import FP8, KVCache
@@ -47,6 +47,7 @@ from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
 from qerl.engine.scheduler import Scheduler, num_pages
 from qerl.engine.score import score
 from qerl.engine.state_cache import StateCache, slot_bytes
+from qerl.engine.stats import Stats
 from qerl.engine.window_pages import WindowPages
 from qerl.errors import UserError
 from qerl.kernels.compile_tally import CompileReport

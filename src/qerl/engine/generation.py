@@ -14,7 +14,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,48 +26,11 @@ from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.prefill import PrefillChunk
 from qerl.engine.scheduler import Scheduler
 from qerl.engine.state_cache import StateCache
+from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.types import Conversation, Prompt, Turn
 
-
-@dataclasses.dataclass(slots=True)
-class Stats:
-    """Counts and times of one call of generate."""
-
-    num_tokens: int = 0
-    """Sampled tokens."""
-    prefill_tokens: int = 0
-    """Rows of all prefills: prompts, once each, environment tokens, and recomputed tokens."""
-    decode_forwards: int = 0
-    prefill_forwards: int = 0
-    num_preemptions: int = 0
-    peak_pages: int = 0
-    """Most KV pages in use at once."""
-    peak_window_pages: int = 0
-    """Likewise, of layers with a window that have pages of their own."""
-    reused_tokens: int = 0
-    """Positions that were not computed again: those before pivots, once per pivot, and of kept prompts."""
-    generate_s: float = 0.0
-    prefill_s: float = 0.0
-    """Part of generate_s: scheduling, prefills and first tokens."""
-    open_s: float = 0.0
-    """Part of generate_s before the first prefill: the KV cache, and compile_s."""
-    compile_s: float = 0.0
-    """Compiling, in parallel, the first batch's decode kernels that the disk cache does not have."""
-    record_s: float = 0.0
-    """Part of generate_s: the first step of each number of rows, and the recording of its CUDA graph."""
-    finish_s: list[float] = dataclasses.field(default_factory=list)
-    """Seconds from the start of decoding at which the host read the last token of each sample, ascending."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.generate_s if self.generate_s else 0.0
-
-    def __add__(self, other: "Stats") -> "Stats":
-        """Return the stats of both calls, made one after the other."""
-        both = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)}
-        peaks = ("peak_pages", "peak_window_pages")
-        return Stats(**both | {name: max(getattr(self, name), getattr(other, name)) for name in peaks})
+_Holder = TypeVar("_Holder", LiveGroup, LiveSample)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,10 +102,17 @@ class Generation:
         self._scheduler.add(groups)
         self._needs_reschedule = True
 
+    def carry(self, groups: list[LiveGroup]) -> None:
+        """Copy what the cache holds of the groups' unfinished samples, for the call that continues them."""
+        self._read_all()
+        holders = [group for group in groups if group.pages]
+        holders += [s for group in groups for s in group.samples_G if s.is_running]
+        for holder, carried in zip(holders, self._cache.carry([h.span for h in holders]), strict=True):
+            holder.carried = carried
+
     def abort(self, groups: list[LiveGroup]) -> None:
         """Remove the groups' unfinished samples, once the bursts that compute them have been read."""
-        while self._runner.num_unread_bursts:
-            self._read()
+        self._read_all()
         self._scheduler.abort(groups)
         self._needs_reschedule = True
 
@@ -252,7 +222,10 @@ class Generation:
         (self._scheduler.finish if self._conversation is None else self._scheduler.park)(samples)
 
     def _start(self, groups: list[LiveGroup]) -> None:
-        """Prefill the prompts and sample the first token of all their samples."""
+        """Prefill the prompts, unless they were carried, and sample the first token of all their samples."""
+        groups = self._put_back(groups)
+        if not groups:
+            return
         starts = [g.num_reused for g in groups]
         self.stats.reused_tokens += sum(starts)
         prompts = [self._prompts_P[g.index].tokens_T[n:] for g, n in zip(groups, starts, strict=True)]
@@ -281,7 +254,9 @@ class Generation:
         self._end_turns([s for s in samples if s.finish is not None])
 
     def _fill_pages(self, scheduled: list[LiveSample]) -> None:
-        """Copy the partial page and states of new samples' prompts; recompute what preempted ones cached."""
+        """Put back what was carried of samples; copy the partial page and states of new samples' prompts;
+        recompute what preempted ones cached."""
+        scheduled = self._put_back(scheduled)
         new = [s for s in scheduled if not s.num_cached]
         self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group.pages, s.pages) for s in new])
         self._cache.copy_partial_window(
@@ -293,6 +268,16 @@ class Generation:
         resumed = [s for s in scheduled if len(s.tokens_T) > 1]
         if resumed:
             self._prefill([self._uncached(s) for s in resumed])
+
+    def _put_back(self, holders: list[_Holder]) -> list[_Holder]:
+        """Write what was carried of these into their pages, once; return the others."""
+        others = [holder for holder in holders if holder.carried is None]
+        for holder in holders:
+            if holder.carried is not None:
+                self._cache.put_back(holder.carried, holder.span)
+                self.stats.reused_tokens += len(holder.span.positions)
+                holder.carried = None
+        return others
 
     def _go_to_pivots(self, branches: list[LiveSample], states: StateCache) -> None:
         """Take the states of branches from the prompt's end to the pivot: once for each group."""
@@ -324,6 +309,10 @@ class Generation:
             window_pages=s.window_pages,
             prompt_window_pages=s.group.window_pages,
         )
+
+    def _read_all(self) -> None:
+        while self._runner.num_unread_bursts:
+            self._read()
 
     def _read(self) -> None:
         """Append the tokens of the oldest unread burst and end the turns that it completed."""

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from qerl.engine.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.decode_runner import Burst
 from qerl.engine.live_sample import LiveSample
 from qerl.engine.prefill import PrefillChunk
@@ -28,6 +29,14 @@ class SampleCaches(Protocol):
 
     def read_routes(self, pages: list[int], num_positions: int) -> bytes | None:
         """Return the experts of the first positions in these pages, as in Sample; None: not recorded."""
+        ...
+
+    def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
+        """Return copies of what these spans hold in host memory; None: nothing that could be put back."""
+        ...
+
+    def put_back(self, carried: CarriedCache, span: CachedSpan) -> None:
+        """Write what an equal span held."""
         ...
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from qerl.engine.cache_memory import tensors_on
+from qerl.engine.carried_cache import CachedSpan, CarriedCache, copied_out, copy_in
 from qerl.engine.layer_pages import (
     FP8,
     LayerPages,
@@ -158,6 +159,38 @@ class KVCache:
         slots = slots_of(table[positions // self.page_tokens], positions, self.page_tokens)
         rows_LTK = routes.flatten(1, 2)[:, slots.to(routes.device)]
         return rows_LTK.transpose(0, 1).contiguous().cpu().numpy().tobytes()
+
+    def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
+        """Return copies of what these spans hold."""
+        pages, windowed, states = self._tensors
+        carried: list[CarriedCache | None] = [
+            CarriedCache(
+                pages=copied_out(pages, span.own_pages(self.page_tokens)),
+                windowed=copied_out(windowed, list(span.windowed.values())),
+                places=list(span.windowed),
+                states=copied_out(states, span.slot),
+            )
+            for span in spans
+        ]
+        if self.k.is_cuda:
+            torch.cuda.current_stream(self.k.device).synchronize()
+        return carried
+
+    def put_back(self, carried: CarriedCache, span: CachedSpan) -> None:
+        """Write what an equal span held; pages of windows where this one has them too."""
+        pages, windowed, states = self._tensors
+        copy_in(carried.pages, pages, span.own_pages(self.page_tokens))
+        rows = [row for row, place in enumerate(carried.places) if place in span.windowed]
+        targets = [span.windowed[carried.places[row]] for row in rows]
+        copy_in([copy[:, rows] for copy in carried.windowed], windowed, targets)
+        copy_in(carried.states, states, span.slot)
+
+    @property
+    def _tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Those with pages, with pages of layers with a window, and with slots, all in the second place."""
+        whole = [tensor for pages in (self.pages, *self._others) for tensor in pages.tensors]
+        windowed = [] if self.windowed is None else self.windowed.tensors
+        return whole, windowed, [] if self.states is None else [self.states.conv, self.states.state]
 
     def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
         """For each (num_positions, source pages, target pages), copy the page that num_positions fill

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from qerl.engine.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.constraint import AllowedLog, TokenConstraint
 from qerl.types import Sampling
 
@@ -46,11 +47,18 @@ class LiveGroup:
     """The prompt's tokens, if it is an episode's."""
     num_reused: int = 0
     """Number of the prompt's first tokens whose pages were kept."""
+    carried: CarriedCache | None = None
+    """The prompt's part of an earlier call's cache, until it is put back; None: it is computed."""
     on_prompt_hidden: Callable[[Tensor], None] | None = None
     """Called with the hidden states of the prompt's next tokens."""
 
     def __post_init__(self):
         assert self.prompt_tokens > 0 and self.max_tokens > 0
+
+    @property
+    def span(self) -> CachedSpan:
+        """The prompt's."""
+        return CachedSpan(range(self.prompt_tokens), self.pages, self.window_pages, self.state)
 
     @property
     def seed_path(self) -> tuple[int, ...]:
@@ -84,6 +92,8 @@ class LiveSample:
     """True if the device has computed tokens after its last."""
     num_cached: int = 0
     """Number of positions in the pages of a parked sample."""
+    carried: CarriedCache | None = None
+    """Its own part of an earlier call's cache, until it is put back."""
     max_tokens: int = dataclasses.field(init=False)
     """Length at which its turn ends at the latest."""
     most_tokens: int | None = None
@@ -117,6 +127,12 @@ class LiveSample:
     def num_positions(self) -> int:
         """Tokens of prompt and sample: cached positions after the newest token has been computed."""
         return self.group.prompt_tokens + len(self.tokens_T)
+
+    @property
+    def span(self) -> CachedSpan:
+        """That of its tokens before the newest."""
+        positions = range(self.group.prompt_tokens, self.num_positions - 1)
+        return CachedSpan(positions, self.pages, self.window_pages, self.state)
 
     @property
     def first_query(self) -> int:

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.detokenizer import Detokenizer
-from qerl.engine.generation import Call, Generation, Stats
+from qerl.engine.generation import Call, Generation
 from qerl.engine.live_batch import LiveBatch
 from qerl.engine.live_sample import LiveGroup, LiveSample
+from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.kernels.compile_tally import CompileReport
 from qerl.models.adapter import publish
@@ -164,15 +165,16 @@ class SamplingEngine(abc.ABC):
         seed: int,
         on_burst: OnBurst | None = None,
         max_tokens_P_G: list[list[int]] | None = None,
+        carries_cache: bool = False,
     ) -> list[tuple[BegunGroup, Group | None]]:
         """Sample until is_enough, which gets whether each group is complete, or all are; return each group as
         it is then, and its samples if it is complete. on_burst: as in generate, of all groups that are
         complete. max_tokens_P_G: as in generate.
 
-        Earlier tokens are computed again by the current weights, and keep the logprobs that they were sampled
-        with.
+        Earlier tokens keep the logprobs that they were sampled with. They are computed again by the current
+        weights, unless the group brings a cache, as it does after carries_cache.
         """
-        start_s = time.perf_counter()
+        start_s, self.stats = time.perf_counter(), Stats()
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         prompts_P = [begun.prompt for begun in begun_P]
         groups = [self._resumed(i, begun, sampling) for i, begun in enumerate(begun_P)]
@@ -190,7 +192,10 @@ class SamplingEngine(abc.ABC):
                 generation = new_generation(unfinished, call)
                 self.stats = generation.stats
                 generation.run(lambda: ended.tell() or is_enough([_is_complete(group) for group in groups]))
-                generation.abort([g for g in unfinished if not _is_complete(g)])
+                left = [g for g in unfinished if not _is_complete(g)]
+                if carries_cache:
+                    generation.carry(left)
+                generation.abort(left)
             self.stats.generate_s = time.perf_counter() - start_s
         whole_by_index = dict(ended.all())
         return [
@@ -201,16 +206,15 @@ class SamplingEngine(abc.ABC):
     def _left(self, begun: BegunGroup, group: LiveGroup) -> BegunGroup:
         """Return the group as it is now."""
         pairs = zip(group.samples_G, begun.samples_G, strict=True)
-        return dataclasses.replace(
-            begun, samples_G=[_begun_sample(s, before, self.version) for s, before in pairs]
-        )
+        samples_G = [_begun_sample(s, before, self.version) for s, before in pairs]
+        return dataclasses.replace(begun, samples_G=samples_G, cache=group.carried)
 
     def _resumed(self, index: int, begun: BegunGroup, sampling: Sampling) -> LiveGroup:
         group = self._new_group(index, begun.prompt, len(begun.samples_G), sampling)
-        group.seed_step = begun.seed_step
+        group.seed_step, group.carried = begun.seed_step, begun.cache
         for sample, before in zip(group.samples_G, begun.samples_G, strict=True):
             sample.tokens_T, sample.logprobs_T = list(before.tokens_T), list(before.logprobs_T)
-            sample.finish, sample.routes = before.finish, before.routes
+            sample.finish, sample.routes, sample.carried = before.finish, before.routes, before.cache
         return group
 
     def _whole_group(self, after: BegunGroup, group: LiveGroup, detokenizer: Detokenizer) -> Group:
@@ -343,6 +347,7 @@ def _begun_sample(s: LiveSample, before: BegunSample, version: int) -> BegunSamp
         versions=(*before.versions, (version, num_new)) if num_new else before.versions,
         finish=s.finish,
         routes=s.routes,
+        cache=s.carried,
     )
 
 

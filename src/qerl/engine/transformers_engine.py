@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
+from qerl.engine.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.decode_runner import Burst
 from qerl.engine.generation import Call, Generation
 from qerl.engine.live_sample import LiveGroup, LiveSample
@@ -121,6 +122,12 @@ class PromptCaches:
 
     def copy_partial_window(self, copies: list[tuple[int, dict[int, int], dict[int, int]]]) -> None:
         """Do nothing: pages hold nothing."""
+
+    def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
+        return [None] * len(spans)
+
+    def put_back(self, carried: CarriedCache, span: CachedSpan) -> None:
+        """Do nothing: nothing is carried."""
 
     def read_routes(self, pages: list[int], num_positions: int) -> None:
         """Routes are not recorded."""

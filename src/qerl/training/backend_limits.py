@@ -27,6 +27,7 @@ def _needs_decoder(config: RunConfig) -> dict[str, bool]:
         "engine.exact": engine.exact,
         f"engine.kv_cache_dtype {engine.kv_cache_dtype}": engine.kv_cache_dtype != "auto",
         "engine.decode_steps_per_sync": engine.decode_steps_per_sync is not None,
+        "rollout.keep_kv_cache": config.rollout.keep_kv_cache,
         f"algo.branching {config.algo.branching}": config.algo.branching != "none",
         f"noise.scope {config.noise.scope}": config.noise.scope != "step",
         f"learn.gradient_checkpointing {learn.gradient_checkpointing}": (

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
-from qerl.engine.generation import Stats
+from qerl.engine.stats import Stats
 from qerl.types import Group, Pivot, Prompt, Sampling
 
 

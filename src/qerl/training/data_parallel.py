@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
-from qerl.engine.generation import Stats
+from qerl.engine.stats import Stats
 from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring

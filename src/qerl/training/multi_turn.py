@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.seeds import mix
 from qerl.config import EnvironmentConfig, RunConfig
-from qerl.engine.generation import Stats
 from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, Close, EnvironmentReply, Key, Messages, Reset, Score, Step

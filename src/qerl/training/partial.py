@@ -10,6 +10,8 @@ policies of its tokens differ, which importance weights correct token by token. 
 that would prefer short ones: near the run's end no more are begun than are still learned from. As
 extra_prompts <= num_prompts, the groups that must be complete are never more than a step learns from.
 
+With rollout.keep_kv_cache the engine's cache of unfinished samples is carried too, but not over a checkpoint.
+
 Several ranks divide a step's prompts and the extra ones by place, each as above with its share: a rank
 samples and carries its own, and waits for the others only where the step's groups are gathered. So which
 groups a step learns from depends on the number of ranks, but not on how fast they are.
@@ -89,6 +91,7 @@ class PartialRollouts:
             is_enough=is_enough,
             sampling=sampling_of(config),
             seed=config.seed,
+            carries_cache=config.rollout.keep_kv_cache,
             # Whatever else ends, the first are learned from if they are complete.
             on_burst=scores.on_burst([each.number if i < share else None for i, each in enumerate(own)]),
         )
@@ -108,13 +111,15 @@ class PartialRollouts:
             return learned, carried
         by_number = {each.number: each for each in in_work}
         own_learned = [(number, [packed(s) for s in group.samples_G]) for number, group in learned]
-        own_carried = [(each.number, [packed(s) for s in each.begun.samples_G]) for each in carried]
-        learned, carried = [], []
-        for rank_learned, rank_carried in self._ranks.gather((own_learned, own_carried)):
+        own_carried = [
+            (each.number, [packed(s) for s in each.begun.without_cache().samples_G]) for each in carried
+        ]
+        learned = []  # the caches of what this rank carries stay here
+        for index, (rank_learned, rank_carried) in enumerate(self._ranks.gather((own_learned, own_carried))):
             for number, samples_G in rank_learned:
                 prompt = by_number[number].begun.prompt
                 learned.append((number, Group(prompt=prompt, samples_G=[unpacked(s) for s in samples_G])))
-            for number, samples_G in rank_carried:
+            for number, samples_G in [] if index == self._ranks.index else rank_carried:
                 each = by_number[number]
                 begun = dataclasses.replace(each.begun, samples_G=[unpacked(s) for s in samples_G])
                 carried.append(each._replace(begun=begun))
@@ -163,10 +168,16 @@ class PartialRollouts:
             "carried_tokens": sum(len(s.tokens_T) for each in self._carried for s in each.begun.samples_G),
             "carried_complete_groups": sum(each.begun.is_complete for each in self._carried),
             "resumed_samples": _num_unfinished(resumed),
+            "reused_tokens": self._engine.stats.reused_tokens,
+            "carried_gb": sum(each.begun.cache_bytes for each in self._carried) / 1e9,
             "staleness": fmean(of_tokens),
             "staleness_max": max(of_tokens),
             "stale_fraction": fmean(age > 0 for age in of_tokens),
         }
+
+    def forget_cache(self) -> None:
+        """Compute again what is carried, as a run that continues from a checkpoint does."""
+        self._carried = [each._replace(begun=each.begun.without_cache()) for each in self._carried]
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores, as JSON values: on every rank what all ranks carry."""

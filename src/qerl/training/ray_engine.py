@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
-from qerl.engine.generation import Stats
+from qerl.engine.stats import Stats
 from qerl.errors import RunError, UserError, require
 from qerl.learner.distributed import Ranks
 from qerl.training.evaluation import EVALUATION_STEP

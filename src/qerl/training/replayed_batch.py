@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from qerl.algo.seeds import mix
 from qerl.engine.detokenizer import Detokenizer
-from qerl.engine.generation import Stats
 from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.stats import Stats
 from qerl.types import Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, Sampling
 
 _BRANCH = 7  # keeps these seeds apart from those of other tokens

@@ -288,17 +288,18 @@ class _Session:
         asked = self.observer.after_step(step, self.metrics)
         all_asked = self.ranks.gather((self.stop.requested or 0, asked.save, asked.stop))
         requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))  # a later signal: next step
-        next_step, is_stopping = step + 1, requested > 0
-        is_due = self.checkpoints.is_due(next_step, self.config.num_steps)
-        saves = bool(is_stopping or is_due or asks_save or asks_stop)
+        is_due = self.checkpoints.is_due(step + 1, self.config.num_steps)
+        saves = bool(requested or is_due or asks_save or asks_stop)
         if saves:
-            self.checkpoints.save(next_step, self.extra_state(), waits=self.observer.reads_checkpoints)
+            self.checkpoints.save(step + 1, self.extra_state(), waits=self.observer.reads_checkpoints)
+            if isinstance(self.rollouts, PartialRollouts):
+                self.rollouts.forget_cache()
         self.observer.finished(step, is_saved=saves)
         self.ranks.take_traffic()
-        if is_stopping:
+        if requested:
             self.ranks.gather(None)
             self.stop.request(requested)  # when one rank ends, torchrun signals the others
-        return is_stopping or bool(asks_stop)
+        return bool(requested or asks_stop)
 
     def extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the learner, as JSON values."""

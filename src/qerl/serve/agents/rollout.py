@@ -14,8 +14,8 @@ from typing import Any
 
 from qerl.algo.seeds import mix
 from qerl.config import AgentConfig, RunConfig, TaskConfig
-from qerl.engine.generation import Stats
 from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.stats import Stats
 from qerl.serve.agents.endpoint import MODEL_NAME, Endpoint
 from qerl.serve.agents.function import find_agent, with_absolute_paths
 from qerl.serve.agents.outcomes import Outcome, OutcomePipe
