@@ -2,15 +2,15 @@
 
     plain_s, partial_s      seconds of a step: sampling, learning and publishing; medians of --runs steps
     ratio                   partial_s / plain_s, both divided by the learned tokens of their steps
-    kept_s, kept_ratio      likewise with rollout.keep_kv_cache, if --keep-kv-cache asks for it
     *_rollout_s, *_learn_s  parts of them; *_tokens: mean learned tokens of a step
-    *_prefill_tokens        mean rows of a step's prefills: prompts, and tokens that are computed again
-    *_stale_fraction        mean share of learned tokens that an earlier policy sampled
-    kept_gb                 most host memory of what is carried
+    prefill_tokens          mean rows of the prefills of a partial step: prompts, and carried tokens that are
+                            computed again; prefill_s: median time of prefills, or of bringing back a cache
+    stale_fraction          mean share of learned tokens that an earlier policy sampled
+    carried_gb              most host memory of carried caches
 
 Both learn from num_samples finished samples a step, with micro-batches and operands as the memory plan says.
-The n-th prompt of the run has the same lengths in all kinds. Before these steps come one without, and 1 +
-max_staleness with partial rollouts, which fill what is carried.
+The n-th prompt of the run has the same lengths in both. Before these steps come one without, and 1 +
+max_staleness with, which fill what is carried.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class PartialOptions(BenchRolloutOptions):
     """As rollout.max_staleness."""
 
     keep_kv_cache: bool = False
-    """Measure steps with rollout.keep_kv_cache too."""
+    """As rollout.keep_kv_cache."""
 
     learn: bool = True
     """Learn from each step's samples too, without gradient checkpointing."""
@@ -103,14 +103,12 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
     def train_prompts(step: int, num_prompts: int, round: int) -> list[Prompt]:
         return pool[step * num_prompts : (step + 1) * num_prompts]
 
-    given: tuple[Any, ...] = (own, rewards, train_prompts)
-    kinds = {"plain": GroupRollouts(config, *given), "partial": PartialRollouts(config, *given)}
-    if case.keep_kv_cache:
-        keeps = dataclasses.replace(config.rollout, keep_kv_cache=True)
-        kinds["kept"] = PartialRollouts(dataclasses.replace(config, rollout=keeps), *given)
+    given: tuple[Any, ...] = (config, own, rewards, train_prompts)
     figures = {}
-    for kind, rollouts in kinds.items():
-        warm_up = 1 if kind == "plain" else 1 + case.max_staleness
+    for kind, rollouts, warm_up in (
+        ("plain", GroupRollouts(*given), 1),
+        ("partial", PartialRollouts(*given), 1 + case.max_staleness),
+    ):
         step_of = MeasuredStep(config, rollouts, engine, learner, meter)
         each = [step_of(step) for step in range(warm_up + case.runs)][warm_up:]
         figures[kind] = {name: [step[name] for step in each] for name in each[0]}
@@ -121,7 +119,7 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
 
 
 def _summed(figures: dict[str, dict[str, list[float]]]) -> dict[str, float]:
-    row, plain_s = {}, 0.0
+    row, per_token_s = {}, {}
     for kind, found in figures.items():
         tokens = statistics.fmean(found["tokens"])
         row |= {
@@ -130,18 +128,15 @@ def _summed(figures: dict[str, dict[str, list[float]]]) -> dict[str, float]:
             f"{kind}_learn_s": round(statistics.median(found["learn_s"]), 3),
             f"{kind}_tokens": round(tokens),
         }
-        per_token_s = statistics.fmean(found["step_s"]) / tokens
-        if kind == "plain":
-            plain_s = per_token_s
-            continue
-        row |= {
-            "ratio" if kind == "partial" else f"{kind}_ratio": round(per_token_s / plain_s, 4),
-            f"{kind}_prefill_tokens": round(statistics.fmean(found["prefill_tokens"])),
-            f"{kind}_stale_fraction": round(statistics.fmean(found["stale_fraction"]), 4),
-        }
-        if kind == "kept":
-            row["kept_gb"] = round(max(found["carried_gb"]), 2)
-    return row
+        per_token_s[kind] = statistics.fmean(found["step_s"]) / tokens
+    partial = figures["partial"]
+    return row | {
+        "ratio": round(per_token_s["partial"] / per_token_s["plain"], 4),
+        "prefill_tokens": round(statistics.fmean(partial["prefill_tokens"])),
+        "prefill_s": round(statistics.median(partial["prefill_s"]), 3),
+        "stale_fraction": round(statistics.fmean(partial["stale_fraction"]), 4),
+        "carried_gb": round(max(partial["carried_gb"]), 2),
+    }
 
 
 class MeasuredStep:
@@ -175,6 +170,7 @@ class MeasuredStep:
             "learn_s": learned_s - sampled_s,
             "tokens": sum(len(s.tokens_T) for group in groups for s in group.samples_G),
             "prefill_tokens": self._engine.stats.prefill_tokens,
+            "prefill_s": self._engine.stats.prefill_s,
             **{name: log.metrics.get(name, 0.0) for name in ("stale_fraction", "carried_gb")},
         }
         self._meter.say(f"{type(self._rollouts).__name__} {step}: {found}")
@@ -248,6 +244,9 @@ def run_config(case: PartialCase) -> RunConfig:
         ),
         learn=LearnConfig(gradient_checkpointing="none", backward=case.backward),
         rollout=RolloutConfig(
-            partial=True, extra_prompts=case.extra_prompts, max_staleness=case.max_staleness
+            partial=True,
+            extra_prompts=case.extra_prompts,
+            max_staleness=case.max_staleness,
+            keep_kv_cache=case.keep_kv_cache,
         ),
     )

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from qerl.kernels.gpu_memory import sent
 
+# All alike: torch pins memory in powers of two bytes, slowly, and uses it again for the same size.
+_PIECE_BYTES = 1 << 21
+
 
 class CachedSpan(NamedTuple):
     """Consecutive positions of a sequence, and where they are cached."""
@@ -35,35 +38,43 @@ class CachedSpan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class CarriedCache:
-    """A span's contents: of each tensor of the cache [L, n, ...] for n pages or slots."""
+    """A span's contents: x[:, indices] of tensors [L, n, ...] of pages or slots, one after another."""
 
-    pages: list[Tensor]
-    windowed: list[Tensor]
     places: list[int]
     """Those of the windowed pages."""
-    states: list[Tensor]
+    _pieces: list[Tensor]
+    _shapes: list[torch.Size]
+
+    @classmethod
+    def of(cls, selected: list[tuple[Tensor, list[int]]], places: list[int]) -> "CarriedCache":
+        """Copy these tensors' pages or slots; a GPU's copies are complete when it has been waited for."""
+        found = [_bytes_of(x).index_select(1, _indices(indices, x.device)) for x, indices in selected]
+        pieces = []
+        for part in torch.cat([x.flatten() for x in found]).split(_PIECE_BYTES):
+            piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
+            pieces.append(piece[: len(part)].copy_(part, non_blocking=True))
+        return cls(places, pieces, [x.shape for x in found])
+
+    def on(self, device: torch.device) -> list[Tensor]:
+        """Return the bytes that were selected of each tensor."""
+        flat = torch.cat([piece.to(device, non_blocking=True) for piece in self._pieces])
+        sizes = [shape.numel() for shape in self._shapes]
+        return [x.view(shape) for x, shape in zip(flat.split(sizes), self._shapes, strict=True)]
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.pages, *self.windowed, *self.states))
+        """Host memory in use."""
+        return len(self._pieces) * _PIECE_BYTES
 
 
-def copied_out(tensors: list[Tensor], indices: list[int]) -> list[Tensor]:
-    """Copy x[:, indices] of each tensor x; a GPU's copies are complete when it has been waited for."""
-    copies = []
-    for tensor in map(_as_integers, tensors):
-        found = tensor.index_select(1, sent(torch.tensor(indices, dtype=torch.long), tensor.device))
-        copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
-        copies.append(copy.copy_(found, non_blocking=True))
-    return copies
+def write(x: Tensor, indices: list[int], copy: Tensor) -> None:
+    """Write bytes to x[:, indices]."""
+    _bytes_of(x).index_copy_(1, _indices(indices, x.device), copy)
 
 
-def copy_in(copies: list[Tensor], tensors: list[Tensor], indices: list[int]) -> None:
-    """Write the copies to x[:, indices] of the tensors."""
-    for copy, tensor in zip(copies, map(_as_integers, tensors), strict=True):
-        places = sent(torch.tensor(indices, dtype=torch.long), tensor.device)
-        tensor.index_copy_(1, places, copy.to(tensor.device, non_blocking=True))
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+def _indices(indices: list[int], device: torch.device) -> Tensor:
+    return sent(torch.tensor(indices, dtype=torch.long), device)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qerl.engine.cache_memory import tensors_on
-from qerl.engine.carried_cache import CachedSpan, CarriedCache, copied_out, copy_in
+from qerl.engine.carried_cache import CachedSpan, CarriedCache, write
 from qerl.engine.layer_pages import (
     FP8,
     LayerPages,
@@ -163,15 +163,12 @@ class KVCache:
     def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
         """Return copies of what these spans hold."""
         pages, windowed, states = self._tensors
-        carried: list[CarriedCache | None] = [
-            CarriedCache(
-                pages=copied_out(pages, span.own_pages(self.page_tokens)),
-                windowed=copied_out(windowed, list(span.windowed.values())),
-                places=list(span.windowed),
-                states=copied_out(states, span.slot),
-            )
-            for span in spans
-        ]
+        carried: list[CarriedCache | None] = []
+        for span in spans:
+            selected = [(x, span.own_pages(self.page_tokens)) for x in pages]
+            selected += [(x, list(span.windowed.values())) for x in windowed]
+            selected += [(x, span.slot) for x in states]
+            carried.append(CarriedCache.of(selected, list(span.windowed)))
         if self.k.is_cuda:
             torch.cuda.current_stream(self.k.device).synchronize()
         return carried
@@ -179,11 +176,15 @@ class KVCache:
     def put_back(self, carried: CarriedCache, span: CachedSpan) -> None:
         """Write what an equal span held; pages of windows where this one has them too."""
         pages, windowed, states = self._tensors
-        copy_in(carried.pages, pages, span.own_pages(self.page_tokens))
         rows = [row for row, place in enumerate(carried.places) if place in span.windowed]
         targets = [span.windowed[carried.places[row]] for row in rows]
-        copy_in([copy[:, rows] for copy in carried.windowed], windowed, targets)
-        copy_in(carried.states, states, span.slot)
+        copies = iter(carried.on(self.k.device))
+        for x in pages:
+            write(x, span.own_pages(self.page_tokens), next(copies))
+        for x in windowed:
+            write(x, targets, next(copies)[:, rows])
+        for x in states:
+            write(x, span.slot, next(copies))
 
     @property
     def _tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
