@@ -1,7 +1,9 @@
 """Samples that go on with what the cache of an earlier call held of them (carried_cache.py)."""
 
 import dataclasses
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -192,6 +194,19 @@ def test_every_bit_comes_back_to_a_gpu(architecture, kv):
     ours = sampled(engine, between=use_memory)
     assert_same(samples_of(ours), samples_of(sampled(engine, num_calls=1)), atol=0)
     assert all(stats.reused_tokens > 0 == stats.prefill_tokens for _, stats in ours[1:])
+
+
+def test_memory_is_freed_with_the_groups_that_carry_it(made):
+    """Not only when Python looks for cycles of references, so that the next call can use it."""
+    found = sampled(begun_engine(made("whole")), 2)
+    pieces = [weakref.ref(p) for begun, _ in found[0][0] if begun.cache for p in begun.cache._pieces]
+    assert pieces and all(piece() is not None for piece in pieces)
+    gc.disable()
+    try:
+        del found
+        assert not any(piece() is not None for piece in pieces)
+    finally:
+        gc.enable()
 
 
 def test_a_copy_without_its_cache_is_computed_again(made):

@@ -198,10 +198,14 @@ class SamplingEngine(abc.ABC):
                 generation.abort(left)
             self.stats.generate_s = time.perf_counter() - start_s
         whole_by_index = dict(ended.all())
-        return [
+        left = [
             (self._left(begun, group), whole_by_index.get(group.index))
             for begun, group in zip(begun_P, groups, strict=True)
         ]
+        for group in groups:  # and its samples refer to each other, so that they are not freed at once
+            for holder in (group, *group.samples_G):
+                holder.carried = None
+        return left
 
     def _left(self, begun: BegunGroup, group: LiveGroup) -> BegunGroup:
         """Return the group as it is now."""
