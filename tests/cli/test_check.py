@@ -102,7 +102,7 @@ def test_what_is_broken_is_named_and_the_rest_is_looked_at(check, options, part,
 def test_a_reward_that_raises_is_tried_and_told_with_its_line(check, tmp_path):
     (tmp_path / "mine.py").write_text("def mine(completions, **columns):\n    raise ValueError('oh')\n")
     code, _, last = check("--reward", f"{tmp_path}/mine.py:mine")
-    assert code == 1 and "reward is broken" in last and "ValueError: oh (mine.py:2)" in last
+    assert code == 1 and "reward is broken" in last and "raised ValueError: mine: oh (mine.py:2)" in last
 
 
 def test_a_run_in_the_folder_goes_on_or_has_other_settings_as_in_training(check, tmp_path, monkeypatch):

@@ -174,7 +174,7 @@ def test_no_key_reaches_a_file_of_the_run_or_the_terminal(files, tmp_path):
     reward = ("--task.rewards", f"{tmp_path / 'leaks.py'}:leaks", "--evaluate.num-prompts", "0")
     run = runs.start(files, tmp_path / "run", *reward, first=lambda: os.environ.update(KEYS))
     assert run.wait() == 0, run.said
-    assert "raised ValueError: leaks: ValueError: 401: *** and *** and *** and ***" in run.said
+    assert "raised ValueError: leaks: 401: *** and *** and *** and ***" in run.said
     texts = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert len(texts) > 10
     for value in KEYS.values():
@@ -211,7 +211,7 @@ def test_what_a_reward_raised_leaves_its_process_without_keys(monkeypatch):
 
     failure = score([leaks], [1.0], reward_arguments("p", "c", [1], {}))
     place = f"test_interruptions.py:{leaks.__code__.co_firstlineno + 1}"
-    assert failure == Failure("raised ValueError", f"leaks: ValueError: 401 *** ({place})")
+    assert failure == Failure("raised ValueError", f"leaks: 401 *** ({place})")
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_a_failure_that_quotes_half_a_surrogate_pair_can_be_printed():
     with RewardPool(TaskConfig(), [fails]) as rewards:
         rewards.attempt([group("x")])
         (line,) = format_failures(rewards.take_failures())
-    assert line.encode() and "raised ValueError: fails: ValueError:" in line
+    assert line.encode() and "raised ValueError: fails: " in line
 
 
 ATTACKS = """

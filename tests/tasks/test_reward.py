@@ -92,7 +92,7 @@ def test_failures_add_up_until_they_are_taken(pool):
         "raised ZeroDivisionError": 2,
         "not finite": 1,
     }
-    assert taken["raised ZeroDivisionError"][1].startswith("by_name: ZeroDivisionError: division by zero")
+    assert taken["raised ZeroDivisionError"][1].startswith("by_name: division by zero")
 
 
 def test_an_abstention_is_no_failure(pool):
@@ -103,9 +103,7 @@ def test_an_abstention_is_no_failure(pool):
 
 def test_a_step_without_any_reward_ends_the_run_with_the_most_common_cause(pool):
     one = pool(by_name)
-    with pytest.raises(
-        UserError, match="2 of 3 failed: raised ZeroDivisionError: by_name: ZeroDivisionError: division"
-    ):
+    with pytest.raises(UserError, match="2 of 3 failed: raised ZeroDivisionError: by_name: division"):
         one.score([group("raise", "nan"), group("raise")])
     with pytest.raises(UserError, match="by_name returned None for every sample"):
         one.score([group("abstain", "abstain")])

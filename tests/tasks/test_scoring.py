@@ -132,12 +132,25 @@ def test_anything_else_is_a_failure_with_its_cause(result, expected):
     assert cause(lambda completions: result) == expected
 
 
-def test_what_a_function_raises_is_a_failure_in_one_line():
+class Odd(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "said"),
+    [
+        (ValueError("first\nsecond: third"), "raised ValueError", "breaks: first second: third"),
+        (Odd("Odd: twice"), "raised Odd", "breaks: Odd: twice"),
+        (KeyError("answer"), "raised KeyError", "breaks: 'answer'"),
+        (AssertionError(), "raised AssertionError", "breaks"),
+    ],
+)
+def test_what_a_function_raises_is_a_failure_in_one_line_that_names_its_type_once(error, cause, said):
     def breaks(completions):
-        raise ValueError("first\nsecond")
+        raise error
 
     place = f"test_scoring.py:{breaks.__code__.co_firstlineno + 1}"
-    assert scored(breaks) == Failure("raised ValueError", f"breaks: ValueError: first second ({place})")
+    assert scored(breaks) == Failure(cause, f"{said} ({place})")
 
 
 def test_leaving_the_process_by_exception_and_unprintable_exceptions_are_failures():

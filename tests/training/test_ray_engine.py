@@ -224,7 +224,7 @@ def test_episodes_of_a_worker_that_dies_in_the_middle_of_one_are_those_of_one_pr
     assert [m["sigma"] > 0 for m in metrics(remote)] == [False, True]
     assert metrics(remote)[0]["replaced_samplers"] == 1 and metrics(remote)[0]["turns"] > 1
     events = (remote / "events.jsonl").read_text()
-    assert "died; a new one samples" in events and "Game.step: RuntimeError: the game broke" in events
+    assert "died; a new one samples" in events and "Game.step: the game broke" in events
 
 
 MADE = []

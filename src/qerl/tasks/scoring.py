@@ -80,12 +80,12 @@ def _value(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> flo
 
 
 def failure_of(name: str, error: BaseException) -> Failure:
-    """Return the Failure for an error raised by the code of this name; an error of this package says what is
-    wrong by itself."""
-    is_own = type(error).__module__.startswith("qerl.")
-    text = str(error) if is_own else "".join(traceback.format_exception_only(error))
-    reason = redact(" ".join(text.split()))
-    return Failure(f"raised {type(error).__name__}", f"{name}: {reason[:300]}{_place(error)}")
+    """Return the Failure for an error raised by the code of this name; the cause has the error's type."""
+    kind, is_own = type(error).__name__, type(error).__module__.startswith("qerl.")
+    text = str(error) if is_own else "".join(traceback.format_exception_only(error)).strip()
+    first, _, said = text.partition(": ")
+    reason = redact(" ".join((said if first.rpartition(".")[2] == kind else text).split()))
+    return Failure(f"raised {kind}", f"{name}: {reason[:300]}".removesuffix(": ") + _place(error))
 
 
 def _place(error: BaseException) -> str:

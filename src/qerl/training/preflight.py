@@ -290,7 +290,7 @@ class Preflight:
         (reply,) = self._pool.play([Reset(key, row, mix(self._config.seed, 0))])
         self._pool.play([Close(key)])
         if isinstance(reply, Failure):
-            raise UserError(f"task.rewards: row {prompt.index + 1}: {reply.message}")
+            raise UserError(f"task.rewards: row {prompt.index + 1}: {reply.cause}: {reply.message}")
 
     def speed(self) -> Found:
         """Sample for about ten seconds; the first tokens, which make caches and graphs, do not count."""
