@@ -95,6 +95,27 @@ def test_what_is_learned_of_a_chat_is_marked(files, tmp_path, capsys):
     assert whole["train"]["learned_tokens"] > 7
 
 
+def test_rows_that_training_would_all_hold_out_are_told_to_be_too_few(files, tmp_path, capsys):
+    data = write(tmp_path / "rows.jsonl", [{"prompt": text} for text in "abc"])
+    given = [data, "--model", str(files)]
+    for num, is_too_few in ((4, True), (3, True), (2, False)):
+        option = f"--task.num-held-out={num}"
+        assert found(capsys, *given, option)["too_few"] == is_too_few
+        command(["data", *given, option])
+        told = f"qerl train refuses so few rows: task.num_held_out {num} leaves none to train on\n"
+        assert capsys.readouterr().out.endswith(told) == is_too_few
+    with pytest.raises(UserError, match=r"task\.num_held_out is 3: .* leaves none to train on"):
+        own = (
+            "--task",
+            *given,
+            "--task.num-held-out=3",
+            "--sample.max-tokens=4",
+            "--out",
+            str(tmp_path / "run"),
+        )
+        command(["train", *own])
+
+
 def test_control_characters_do_not_reach_the_terminal(files, tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", [{"prompt": "a\x1b[2Jb"}])
     command(["data", data, "--model", str(files)])
