@@ -74,13 +74,12 @@ class Renderer:
         columns = [aliases.get(name, name) for name in names]
         for column in columns:
             if column not in rows.columns:
+                named = f"{column!r}, which task.template names"
                 hint = "" if column.isidentifier() else "; write {{ and }} for braces"
-                if column == "question":
-                    hint = f"; set task.prompt_column, now {config.prompt_column!r}"
-                raise UserError(
-                    f"{rows.name}: has no column {column!r}, which task.template names"
-                    f" (there are: {', '.join(rows.columns)}){hint}"
-                )
+                if column == "question":  # the prompt column, by the name that any template may give it
+                    named, hint = repr(config.prompt_column), "; set task.prompt_column to one of them"
+                there_are = f"(there are: {', '.join(rows.columns)})"
+                raise UserError(f"{rows.name}: has no column {named} {there_are}{hint}")
         return columns
 
     def prompt(self, row_index: int, *, index: int) -> Prompt:
