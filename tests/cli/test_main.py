@@ -450,6 +450,15 @@ def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
         assert process.returncode == 7 and (out or error).startswith(f"{command[0]} {command[1]}: ")
 
 
+def test_the_first_line_of_a_run_names_its_rewards(monkeypatch, capsys):
+    given = ["train", "--task", "none.jsonl", "--num-steps", "1"]
+    for more, named in (([], "numeric"), (["--reward", "math", "tags"], "math + tags")):
+        assert qerl(monkeypatch, *given, *more) == 2
+        assert f" in nvfp4, reward {named}, 1 step" in capsys.readouterr().out
+    assert qerl(monkeypatch, *given, "--agent", "none.py:agent") == 2
+    assert "reward" not in capsys.readouterr().out
+
+
 def test_a_run_that_a_signal_stops_at_once_says_so(monkeypatch, capsys):
     def stops(arguments):
         raise StoppedAtOnce(143)

@@ -64,8 +64,9 @@ def run(arguments: list[str]) -> None:
     config = parse_options(RunConfig, options, f"train {name}", default)
     is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
     if is_first:
-        model = f"{config.model.path} in {config.model.format}"
-        announce(f"train {name}: {model}, {config.num_steps} steps, {config.out}", sys.stdout)
+        model, rewards = f"{config.model.path} in {config.model.format}", " + ".join(config.task.rewards)
+        reward = f", reward {rewards}" if rewards and config.agent.function is None else ""
+        announce(f"train {name}: {model}{reward}, {config.num_steps} steps, {config.out}", sys.stdout)
     if config.agent.function is None:
         from qerl.training.session import train  # imports torch and transformers, which takes seconds
     else:
