@@ -129,6 +129,8 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["train", "--model", "m"], ["train needs a recipe", "--task FILE"]),
         (["train", "--task", "none.jsonl"], ["none.jsonl", "no such file"]),
         (["train", "--task=none.jsonl", "--model=smollm2-135m-instruct"], ["none.jsonl", "no such file"]),
+        (["train", "--task", "no.jsonl", "--reward", "no.py:f"], ["task.name no.jsonl: no such file"]),
+        (["train", "--task", "no.jsonl", "--agent", "no.py:f"], ["task.name no.jsonl: no such file"]),
         (["train", "demo", "--model=/no/such/model"], ["/no/such/model", "no such folder or file"]),
         (
             ["train", "my.jsonl"],

@@ -67,8 +67,13 @@ def run(arguments: list[str]) -> None:
         model, rewards = f"{config.model.path} in {config.model.format}", " + ".join(config.task.rewards)
         reward = f", reward {rewards}" if rewards and config.agent.function is None else ""
         announce(f"train {name}: {model}{reward}, {config.num_steps} steps, {config.out}", sys.stdout)
+    from qerl.tasks.rows import (
+        check_file,
+    )  # imports torch, which takes seconds
+
+    check_file("task.name", config.task.name)  # before the rewards' files
     if config.agent.function is None:
-        from qerl.training.session import train  # imports torch and transformers, which takes seconds
+        from qerl.training.session import train
     else:
         from qerl.serve.agents import train_with_agent as train
 
