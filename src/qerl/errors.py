@@ -42,6 +42,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
+def quantity(number: int, noun: str) -> str:
+    """Return "1 row" or "2,000 rows"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def require(condition: bool, message: str) -> None:
     """Raise UserError with the message unless the condition holds."""
     if not condition:

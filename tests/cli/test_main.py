@@ -456,7 +456,7 @@ def test_the_first_line_of_a_run_names_its_rewards(monkeypatch, capsys):
     given = ["train", "--task", "none.jsonl", "--num-steps", "1"]
     for more, named in (([], "numeric"), (["--reward", "math", "tags"], "math + tags")):
         assert qerl(monkeypatch, *given, *more) == 2
-        assert f" in nvfp4, reward {named}, 1 step" in capsys.readouterr().out
+        assert f" in nvfp4, reward {named}, 1 step, runs/own\n" in capsys.readouterr().out
     assert qerl(monkeypatch, *given, "--agent", "none.py:agent") == 2
     assert "reward" not in capsys.readouterr().out
 

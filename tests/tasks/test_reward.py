@@ -66,7 +66,7 @@ def test_a_reward_that_fails_costs_its_sample_and_is_counted_by_cause(pool, way,
     assert one.score([group("a", way), group("b", "c")]) == [[1.0, None], [1.0, 1.0]]
     assert one.failures == {cause: 1}
     (line,) = format_failures(one.take_failures())
-    assert line.startswith(f"no reward for 1 samples: {cause}: ")
+    assert line.startswith(f"no reward for 1 sample: {cause}: ")
     assert not one.failures and not one.take_failures()
     assert one.score([group("a")]) == [[1.0]]
 

@@ -90,7 +90,7 @@ def test_what_is_learned_of_a_chat_is_marked(files, tmp_path, capsys):
     assert report["train"]["learned_tokens"] == 7
     command(["data", data, "--model", str(files)])
     text = capsys.readouterr().out
-    assert "hi<|im_end|><|im_start|>[[yo<|im_end|>]]" in text and "1 usable of 1 rows" in text
+    assert "hi<|im_end|><|im_start|>[[yo<|im_end|>]]" in text and "1 usable of 1 row" in text
     whole = found(capsys, data, "--model", str(files), "--no-assistant-only-loss")
     assert whole["train"]["learned_tokens"] > 7
 

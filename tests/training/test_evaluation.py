@@ -110,6 +110,8 @@ def test_the_mean_reward_is_over_the_samples_that_have_one_and_needs_no_threshol
 )  # fmt: skip
 def test_the_console_says_what_there_is(figures, said):
     assert held_out_text(figures, "after", temperature=1.0, num_prompts=8) == said
+    one = held_out_text(figures, "after", temperature=1.0, num_prompts=1)
+    assert one == said.replace("8 problems", "1 problem")
 
 
 def test_mean_tokens_is_over_samples():

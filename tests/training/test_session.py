@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_run
+from qerl.errors import quantity
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
 
@@ -273,9 +274,9 @@ def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(fi
     assert "no reward for" not in stderr
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     failed = [sum(s["step"] == step and s["reward"] is None for s in samples) for step in (0, 1)]
-    expected = "no reward for {} samples: raised ZeroDivisionError: fails: division by zero"
+    expected = "no reward for {}: raised ZeroDivisionError: fails: division by zero"
     for num_failed, (_, text) in zip(failed, told[1:3], strict=True):
-        assert text == f"{expected.format(num_failed)} (fails.py:2)"
+        assert text == f"{expected.format(quantity(num_failed, 'sample'))} (fails.py:2)"
 
 
 def test_what_was_compiled_before_the_first_step_is_told_once(files, tmp_path):

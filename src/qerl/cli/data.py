@@ -11,7 +11,7 @@ from qerl.config import SftConfig, TaskConfig
 from qerl.config.check import check_not_negative, check_positive
 from qerl.config.recipes import own
 from qerl.config.renamed import refuse_former_options
-from qerl.errors import UserError
+from qerl.errors import UserError, quantity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # takes seconds to import
@@ -133,7 +133,7 @@ def _lines(options: DataOptions, report: dict[str, Any], is_terminal: bool) -> l
     lines = [f"{report['kind']} rows" + (f"; what is learned is {legend}" if report["kind"] == "sft" else "")]
     for row in report["shown"]:
         text = "".join(_marked(part, marks) for part in row["parts"])
-        lines += ["", f"--- {row['place']}, {row['tokens']} tokens", text]
+        lines += ["", f"--- {row['place']}, {quantity(row['tokens'], 'token')}", text]
     for name in ("train", "held_out"):
         if report[name] is not None:
             lines += ["", *_table_lines(report[name], options.max_tokens)]
@@ -155,7 +155,7 @@ def _table_lines(table: dict[str, Any], max_tokens: int) -> list[str]:
     tokens, learned = table["tokens"], table["learned_tokens"]
     lengths = f", {tokens['least']} to {tokens['most']} tokens, median {tokens['median']:g}" if tokens else ""
     return [
-        f"{table['name']}: {table['usable']} usable of {table['rows']} rows{lengths}"
+        f"{table['name']}: {table['usable']} usable of {quantity(table['rows'], 'row')}{lengths}"
         + (f", {learned} tokens learned" if learned else ""),
         _listed("unusable", table["bad"]),
         _listed("duplicates", [" = ".join(places[:_MAX_LISTED]) for places in table["duplicates"]]),

@@ -21,7 +21,7 @@ from qerl.config.recipes import METHODS, PAPER, RECIPES, own
 from qerl.config.renamed import RECIPES as FORMER_RECIPES
 from qerl.config.renamed import refuse_former_names
 from qerl.config.task import is_environment_name
-from qerl.errors import UserError
+from qerl.errors import UserError, quantity
 
 USAGE = """\
 usage: qerl train RECIPE [--FIELD VALUE ...]
@@ -64,9 +64,10 @@ def run(arguments: list[str]) -> None:
     config = parse_options(RunConfig, options, f"train {name}", default)
     is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
     if is_first:
-        model, rewards = f"{config.model.path} in {config.model.format}", " + ".join(config.task.rewards)
-        reward = f", reward {rewards}" if rewards and config.agent.function is None else ""
-        announce(f"train {name}: {model}{reward}, {config.num_steps} steps, {config.out}", sys.stdout)
+        model, steps = f"{config.model.path} in {config.model.format}", quantity(config.num_steps, "step")
+        rewards = () if config.agent.function else config.task.rewards
+        reward = f", reward {' + '.join(rewards)}" if rewards else ""
+        announce(f"train {name}: {model}{reward}, {steps}, {config.out}", sys.stdout)
     from qerl.tasks.rows import (
         check_file,
     )  # imports torch, which takes seconds

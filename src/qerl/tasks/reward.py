@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError, did_you_mean, printable
+from qerl.errors import UserError, did_you_mean, printable, quantity
 from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
@@ -322,7 +322,7 @@ def _added(outcome: Outcome, weight: float, value: float | Failure) -> Outcome:
 def format_failures(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:
     """Yield a line for each cause of take_failures()."""
     for cause, (count, example) in failures.items():
-        yield printable(f"no reward for {count} samples: {cause}: {example}")
+        yield printable(f"no reward for {quantity(count, 'sample')}: {cause}: {example}")
 
 
 def _call(prompt: Prompt, sample: Sample) -> Arguments:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError, printable
+from qerl.errors import UserError, printable, quantity
 from qerl.tasks.code.test_cases import parse_tests
 from qerl.tasks.prompt import Renderer
 from qerl.tasks.rows import RowTable
@@ -47,7 +47,7 @@ def row_notice(
             num_without
         )
     text = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-    return f"{rows.name}: of {num_checked:,} rows {text}" if text else None
+    return f"{rows.name}: of {quantity(num_checked, 'row')} {text}" if text else None
 
 
 def examples(renderer: Renderer) -> str:
@@ -71,7 +71,7 @@ def check_rows(renderer: Renderer, *, strict: bool) -> None:
     num_bad = len(renderer.faults)
     if num_bad == num_checked or (strict and num_bad):
         raise UserError(
-            f"{rows.name}: {num_bad:,} of {num_checked:,} rows cannot be used: {examples(renderer)}"
+            f"{rows.name}: {num_bad:,} of {quantity(num_checked, 'row')} cannot be used: {examples(renderer)}"
         )
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.algo.seeds import mix
 from qerl.config.sft import SftConfig
 from qerl.config.task import TaskConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, quantity
 from qerl.tasks.demonstrations import Demonstration, Demonstrator, check_columns
 from qerl.tasks.prompt import BadRow
 from qerl.tasks.rows import RowTable, open_rows
@@ -161,7 +161,7 @@ def _demonstrations(
         f"left out (first: {next(iter(reasons), '')})": len(reasons),
     }
     text = _counted(counts.items())
-    return made, f"{table.name}: of {table.num_rows:,} rows {text}" if text else None
+    return made, f"{table.name}: of {quantity(table.num_rows, 'row')} {text}" if text else None
 
 
 def _counted(counts: Iterable[tuple[str, int]]) -> str:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, quantity
 from qerl.tasks.prompt import Renderer
 from qerl.tasks.row_checks import check_rows, examples, row_notice
 from qerl.tasks.rows import open_rows
@@ -162,7 +162,7 @@ def build_task(
     if num_rows == 0 or (held_out_rows is None and len(held_out) < config.num_held_out):
         raise UserError(
             f"task.num_held_out is {config.num_held_out}: {rows.name} has"
-            f" {rows.num_rows} row{'s' * (rows.num_rows != 1)} ({num_dropped} longer than"
+            f" {quantity(rows.num_rows, 'row')} ({num_dropped} longer than"
             f" {max_prompt_tokens} tokens, {len(renderers[0].faults)} unusable),"
             " which leaves none to train on: lower task.num_held_out, or give more rows"
         )

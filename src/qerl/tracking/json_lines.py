@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qerl.config.regular_file import open_regular, parse_json
-from qerl.errors import RunError, UserError
+from qerl.errors import RunError, UserError, quantity
 from qerl.tracking.atomic_file import encode, write_atomic, write_synced
 
 _CHECKSUM = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}\r?\n?', re.DOTALL)
@@ -76,7 +76,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def damage_notice(name: str, numbers: Sequence[int]) -> str:
     """Return "metrics.jsonl: skipped 2 damaged lines: 3, 7"."""
     named = ", ".join(map(str, numbers[:_MAX_NAMED_LINES])) + ", ..." * (len(numbers) > _MAX_NAMED_LINES)
-    return f"{name}: skipped {len(numbers)} damaged line{'s' * (len(numbers) > 1)}: {named}"
+    return f"{name}: skipped {quantity(len(numbers), 'damaged line')}: {named}"
 
 
 class JsonLines:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig, SftConfig
-from qerl.errors import RunError
+from qerl.errors import RunError, quantity
 from qerl.learner.distributed import Ranks
 from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of
@@ -79,7 +79,8 @@ class DistilRollouts:
                 f" {count}: {cause}: {examples[cause]}; the same command resumes from the last checkpoint"
             )
         for cause, number in failures.items():
-            self._notice(f"no teacher's logprobs for {number} samples: {cause}: {examples[cause]}")
+            samples = quantity(number, "sample")
+            self._notice(f"no teacher's logprobs for {samples}: {cause}: {examples[cause]}")
 
 
 def with_teacher(group: Group, found_G: list[TeacherLogprobs | Failure]) -> Group:

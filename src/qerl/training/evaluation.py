@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from qerl.algo.estimate import clustered_mean, pass_at_powers
+from qerl.errors import quantity
 from qerl.types import Group, Prompt, RolloutEngine, Sampling
 
 EVALUATION_STEP = -1
@@ -112,4 +113,4 @@ def held_out_text(figures: dict[str, float], moment: str, *, temperature: float,
         + ("" if best is None else f", {best:.3f} greedy")
         for name, (sampled, best) in values.items()
     ]
-    return f"{'; '.join(parts)} ({num_prompts} problems)"
+    return f"{'; '.join(parts)} ({quantity(num_prompts, 'problem')})"

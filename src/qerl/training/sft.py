@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig, SftConfig
-from qerl.errors import require
+from qerl.errors import quantity, require
 from qerl.kernels.compile_tally import TALLY
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.learner.metrics import Tally
@@ -242,7 +242,7 @@ class _SftSession:
             write_atomic(self.folder / "evaluations.json", encode(self.losses, indent=2))
         self.journal.notice(
             f"evaluation loss {moment} training: {loss:.4f} nats per token"
-            f" ({len(self.rows.evaluated):,} rows)"
+            f" ({quantity(len(self.rows.evaluated), 'row')})"
         )
 
     def resume(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qerl.config import RunConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, quantity
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
     can_cache_operands,
@@ -208,7 +208,7 @@ def _speed(
         "",
         f"estimate from bandwidth and arithmetic ({kernels}), samples of {length} tokens:",
         f"  sampling {rates}",
-        f"  {speed.step_s:,.0f} s a step, {hours:,.1f} h for {config.num_steps} steps",
+        f"  {speed.step_s:,.0f} s a step, {hours:,.1f} h for {quantity(config.num_steps, 'step')}",
     ]
 
 
