@@ -19,7 +19,7 @@ from qerl.cli.plan import PlanOptions
 from qerl.config import RunConfig
 from qerl.config.options import EvalOptions, ServeOptions
 from qerl.config.recipes import RECIPES
-from qerl.errors import StoppedAtOnce, UserError
+from qerl.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -459,15 +459,6 @@ def test_the_first_line_of_a_run_names_its_rewards(monkeypatch, capsys):
         assert f" in nvfp4, reward {named}, 1 step, runs/own\n" in capsys.readouterr().out
     assert qerl(monkeypatch, *given, "--agent", "none.py:agent") == 2
     assert "reward" not in capsys.readouterr().out
-
-
-def test_a_run_that_a_signal_stops_at_once_says_so(monkeypatch, capsys):
-    def stops(arguments):
-        raise StoppedAtOnce(143)
-
-    monkeypatch.setattr(main, "command", stops)
-    assert qerl(monkeypatch, "train", "demo") == 143
-    assert capsys.readouterr().err == "qerl: stopped at once; what is saved stays\n"
 
 
 def test_ctrl_c_while_modules_are_imported_shows_no_traceback():

@@ -18,7 +18,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qerl.config import CheckpointConfig, EvalConfig, LearnConfig, RunConfig, TaskConfig
-from qerl.errors import RunError, UserError
+from qerl.errors import RunError, StoppedAtOnce, UserError
 from qerl.tracking import Journal, is_timing
 from qerl.types import Group, Prompt, Sample
 
@@ -362,6 +362,18 @@ def test_notices_are_kept_with_their_step(tmp_path):
     assert events[0]["text"].startswith("before [red]it[/red] \x1b[2J")
     shown = console.file.getvalue()
     assert shown.startswith("before [red]it[/red] ?[2Jand much longer than the console\nwithin\nstep 1/6")
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_run_that_is_stopped_at_once_says_whether_a_step_is_saved(tmp_path, is_saved):
+    said = io.StringIO()
+    with pytest.raises(StoppedAtOnce), open_journal(tmp_path, Console(file=said, width=200)) as journal:
+        take_steps(journal, 0, 2)
+        if is_saved:
+            journal.saved(1)
+        raise StoppedAtOnce(143)
+    saved = "step 1 is saved; the same command resumes from it" if is_saved else "no step is saved"
+    assert said.getvalue().splitlines()[-1] == f"stopped at once; {saved}"
 
 
 def test_run_json_holds_all_that_the_run_was_made_from(tmp_path):

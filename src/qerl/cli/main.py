@@ -27,7 +27,7 @@ from qerl.cli import (
 )
 from qerl.cli.arguments import check_known
 from qerl.config.renamed import COMMANDS as FORMER_COMMANDS
-from qerl.errors import RunError, StoppedAtOnce, UserError, check_platform, redact
+from qerl.errors import RunError, UserError, check_platform, redact
 
 USAGE = """\
 usage: qerl COMMAND [ARGUMENT ...] [OPTIONS]
@@ -73,9 +73,6 @@ def main() -> None:
             raise
         print(f"qerl: {redact(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
-    except StoppedAtOnce:
-        print("qerl: stopped at once; what is saved stays", file=sys.stderr)
-        raise
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

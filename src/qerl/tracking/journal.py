@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 
 from qerl.config import RunConfig
-from qerl.errors import UserError, redact
+from qerl.errors import RunError, StoppedAtOnce, UserError, redact
 from qerl.kernels.gpu_memory import peak_bytes
 from qerl.tracking.async_logger import AsyncLogger, num_sent
 from qerl.tracking.atomic_file import (
@@ -269,6 +269,10 @@ class Journal:
                     (self._folder / name).unlink(missing_ok=True)
                 for folder in self._made:
                     folder.rmdir()
+        if kind is StoppedAtOnce:
+            with suppress(OSError, RunError, UserError):  # of a damaged file, a full disk or a closed console
+                saved = f"step {self.last_saved} is saved; the same command resumes from it"
+                self.notice(f"stopped at once; {saved if self.last_saved else 'no step is saved'}")
         self.close()
 
     def _record(self, log: StepLog, step_s: float) -> None:
