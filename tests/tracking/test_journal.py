@@ -413,6 +413,25 @@ def test_a_start_that_fails_takes_only_its_own_files_away(tmp_path):
     assert all((tmp_path / name / "run.json").exists() for name in ("crash", "later"))
 
 
+def test_a_folder_where_a_run_would_overwrite_other_files_is_refused(tmp_path):
+    def refused(name):
+        path = tmp_path / name
+        path.write_text("a line\n")
+        lacks = rf"has {name}, which a run would write, but no run\.json; choose another folder"
+        with pytest.raises(UserError, match=lacks):
+            open_journal(tmp_path)
+        assert list(tmp_path.iterdir()) == [path] and path.read_text() == "a line\n"
+        path.unlink()
+
+    for name in ("samples.jsonl", "result.json", "report.html"):
+        refused(name)
+    (tmp_path / "train.log").touch()
+    (tmp_path / "checkpoints").mkdir()  # what remains of a run that was removed while it ran
+    for _ in range(2):
+        with open_journal(tmp_path) as journal:
+            journal.start(RunConfig())
+
+
 def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
     with open_journal(tmp_path) as journal:
         journal.start(RunConfig())

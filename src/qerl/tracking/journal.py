@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 
 from qerl.config import RunConfig
-from qerl.errors import RunError, StoppedAtOnce, UserError, redact
+from qerl.errors import RunError, StoppedAtOnce, UserError, redact, require
 from qerl.kernels.gpu_memory import peak_bytes
 from qerl.tracking.async_logger import AsyncLogger, num_sent
 from qerl.tracking.atomic_file import (
@@ -64,7 +64,12 @@ class Journal:
     """
 
     def __init__(self, folder: Path, *, num_steps: int, console: Console | None = None):
-        self._owns_files = not any((folder / name).exists() for name in _OF_A_START)
+        # A run that was removed while it ran has checkpoints alone.
+        is_run = any((folder / name).exists() for name in ("run.json", ".lock", "checkpoints"))
+        found = [name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()]
+        lacks = f"has {' and '.join(found)}, which a run would write, but no run.json"
+        require(is_run or not found, f"{folder}: {lacks}; choose another folder with --out")
+        self._owns_files = not found
         try:
             self._made = make_folder(folder)
             self._lock = Lock(folder)
