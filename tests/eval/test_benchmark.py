@@ -285,7 +285,7 @@ class Texts:
     def __init__(self, texts_P_G):
         self.texts_P_G, self.asked = texts_P_G, []
 
-    def generate(self, prompts_P, *, num_samples, sampling, seed, step):
+    def generate(self, prompts_P, *, num_samples, sampling, seed, step, on_burst=None):
         self.asked += [(prompt.index, num_samples) for prompt in prompts_P]
         first = -1 if sampling.temperature == 0 else 0
         return [

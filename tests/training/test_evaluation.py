@@ -1,10 +1,13 @@
 """The engine here is a table: the text of every sample is fixed by prompt and place."""
 
+import itertools
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 
+from qerl.training import evaluation
 from qerl.training.evaluation import held_out_text, sample_and_score, sampled_tokens, summarize
 from qerl.types import Group, Prompt, Sample, Sampling
 
@@ -18,12 +21,16 @@ class Table:
     def __init__(self, texts_P_G):
         self.texts_P_G, self.calls = texts_P_G, []
 
-    def generate(self, prompts_P, *, num_samples, sampling, seed, step):
+    def generate(self, prompts_P, *, num_samples, sampling, seed, step, on_burst=None):
         self.calls.append((num_samples, sampling, seed, step))
-        return [
+        groups = [
             Group(prompt=prompt, samples_G=[sample(t) for t in self.texts_P_G[prompt.index][:num_samples]])
             for prompt in prompts_P
         ]
+        for burst in ([], list(enumerate(groups[:1])), list(enumerate(groups[1:], start=1))):
+            if on_burst is not None:
+                on_burst(burst)
+        return groups
 
     def publish(self, version):
         raise AssertionError("evaluation changes no weights")
@@ -109,8 +116,8 @@ def test_the_mean_reward_is_over_the_samples_that_have_one_and_needs_no_threshol
     ],
 )  # fmt: skip
 def test_the_console_says_what_there_is(figures, said):
-    assert held_out_text(figures, "after", temperature=1.0, num_prompts=8) == said
-    one = held_out_text(figures, "after", temperature=1.0, num_prompts=1)
+    assert held_out_text(figures, "after training", temperature=1.0, num_prompts=8) == said
+    one = held_out_text(figures, "after training", temperature=1.0, num_prompts=1)
     assert one == said.replace("8 problems", "1 problem")
 
 
@@ -125,6 +132,16 @@ def test_the_engine_is_asked_once_with_a_step_that_no_training_has():
     ((num_samples, sampling, seed, step),) = engine.calls
     assert (num_samples, sampling, seed) == (2, SAMPLED, 5)
     assert step < 0
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(8.0, [1]), (20.0, [0, 1, 3]), (1.0, [])])
+def test_how_many_problems_are_answered_is_told_every_15_seconds(monkeypatch, seconds, told):
+    """The clock goes on by so many seconds each time that it is read: twice in a burst that tells."""
+    clock, lines = SimpleNamespace(monotonic=itertools.count(step=seconds).__next__), []
+    monkeypatch.setattr(evaluation, "time", clock)
+    settings = {"num_samples": 2, "sampling": SAMPLED, "seed": 5, "notice": lines.append}
+    sample_and_score(Table(TEXTS), score, prompts(3), **settings)
+    assert lines == [f"{num} of 3 problems answered at temperature 0.6" for num in told]
 
 
 def test_greedy_is_one_sample_a_prompt():

@@ -11,14 +11,16 @@ Used by training (held-out accuracy), by qerl.eval (benchmarks) and by the studi
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from qerl.algo.estimate import clustered_mean, pass_at_powers
 from qerl.errors import quantity
-from qerl.types import Group, Prompt, RolloutEngine, Sampling
+from qerl.types import Group, OnBurst, Prompt, RolloutEngine, Sampling
 
 EVALUATION_STEP = -1
+_NOTICE_EVERY_S = 15.0
 Score = Callable[[list[Group]], list[list[float | None]]]
 """Return the rewards of each group's samples; None for a reward that failed."""
 
@@ -52,13 +54,28 @@ def sample_and_score(
     num_samples: int,
     sampling: Sampling,
     seed: int,
+    notice: Callable[[str], None] | None = None,
 ) -> tuple[list[Group], list[list[float | None]]]:
-    """Return the samples of every prompt and their rewards."""
-    step = EVALUATION_STEP
-    groups = engine.generate(prompts, num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+    """Return the samples of every prompt and their rewards. notice: is told now and then how far it is."""
+    told = None if notice is None else _progress(notice, len(prompts), sampling.temperature)
+    asked = {"num_samples": num_samples, "sampling": sampling, "seed": seed, "step": EVALUATION_STEP}
+    groups = engine.generate(prompts, on_burst=told, **asked)
     rewards_P_G = score(groups)
     assert [len(rewards_G) for rewards_G in rewards_P_G] == [num_samples] * len(prompts)
     return groups, rewards_P_G
+
+
+def _progress(notice: Callable[[str], None], num: int, temperature: float) -> OnBurst:
+    num_done, told_s = 0, time.monotonic()
+
+    def tell(ended: list[tuple[int, Group]]) -> None:
+        nonlocal num_done, told_s
+        num_done += len(ended)
+        if time.monotonic() - told_s >= _NOTICE_EVERY_S:
+            told_s = time.monotonic()
+            notice(f"{num_done:,} of {num:,} problems answered at temperature {temperature:g}")
+
+    return tell
 
 
 def summarize(
@@ -109,7 +126,7 @@ def held_out_text(figures: dict[str, float], moment: str, *, temperature: float,
     if values.get("accuracy") == values.get("reward"):
         values.pop("reward", None)
     parts = [
-        f"held-out {name} {moment} training: {sampled:.3f} at temperature {temperature:g}"
+        f"held-out {name} {moment}: {sampled:.3f} at temperature {temperature:g}"
         + ("" if best is None else f", {best:.3f} greedy")
         for name, (sampled, best) in values.items()
     ]

@@ -331,11 +331,10 @@ class _Session:
             return
         self.journal.notice(f"answering held-out problems {moment} training: {len(self.prompts)}")
         with self.journal.span("evaluate"):
-            figures = self.held_out_figures()
-        self.evaluations[moment] = figures
+            self.evaluations[moment] = figures = self.held_out_figures()
         self.write_evaluations()
         settings = {"temperature": self.config.sample.temperature, "num_prompts": len(self.prompts)}
-        self.journal.notice(evaluation.held_out_text(figures, moment, **settings))
+        self.journal.notice(evaluation.held_out_text(figures, f"{moment} training", **settings))
 
     def evaluate_teacher(self) -> None:
         """Measure the teacher as the student is measured, once; not where an environment answers it."""
@@ -350,8 +349,7 @@ class _Session:
                 self.sampler = student
         self.write_evaluations()
         settings = {"temperature": self.config.sample.temperature, "num_prompts": len(self.prompts)}
-        text = evaluation.held_out_text(figures, "before", **settings)
-        self.journal.notice(text.replace("before training", "of the teacher"))
+        self.journal.notice(evaluation.held_out_text(figures, "of the teacher", **settings))
 
     def write_evaluations(self) -> None:
         if self.ranks.is_first:
@@ -373,10 +371,12 @@ class _Session:
             self.journal.notice(text)
 
     def measure(self, sampling: Sampling) -> evaluation.Evaluation:
-        seed, threshold = self.config.seed, self.config.evaluate.success_threshold
+        notice = self.journal.notice if self.ranks.count == 1 else None  # a rank knows of its own share only
+        asked = {"num_samples": 1, "sampling": sampling, "seed": self.config.seed, "notice": notice}
         groups, rewards_P_G = evaluation.sample_and_score(
-            self.sampler, self.rewards.score, self.prompts, num_samples=1, sampling=sampling, seed=seed
+            self.sampler, self.rewards.score, self.prompts, **asked
         )
+        threshold = self.config.evaluate.success_threshold
         return evaluation.summarize(rewards_P_G, list(map(evaluation.sampled_tokens, groups)), threshold)
 
     def result(self) -> dict[str, Any]:
