@@ -194,7 +194,7 @@ def test_an_environment_that_cannot_begin_is_broken(check, tmp_path):
     lines += ["    def step(self, completion):", "        return None"]
     (tmp_path / "maze.py").write_text("\n".join(lines))
     code, _, last = check("--reward", f"{tmp_path}/maze.py:Maze")
-    assert code == 1 and "reward is broken" in last and "no way in" in last
+    assert code == 1 and "reward is broken" in last and "raised ValueError: Maze.reset: no way in" in last
 
 
 @pytest.mark.parametrize(("installed", "status"), [(True, "ok"), (False, "broken")])

@@ -65,12 +65,9 @@ def run(arguments: list[str]) -> None:
     is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
     if is_first:
         model, steps = f"{config.model.path} in {config.model.format}", quantity(config.num_steps, "step")
-        rewards = () if config.agent.function else config.task.rewards
-        reward = f", reward {' + '.join(rewards)}" if rewards else ""
+        reward = "" if config.agent.function else f", reward {' + '.join(config.task.rewards) or 'none'}"
         announce(f"train {name}: {model}{reward}, {steps}, {config.out}", sys.stdout)
-    from qerl.tasks.rows import (
-        check_file,
-    )  # imports torch, which takes seconds
+    from qerl.tasks.rows import check_file  # imports torch, which takes seconds
 
     check_file("task.name", config.task.name)  # before the rewards' files
     if config.agent.function is None:

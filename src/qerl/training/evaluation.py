@@ -66,6 +66,7 @@ def sample_and_score(
 
 
 def _progress(notice: Callable[[str], None], num: int, temperature: float) -> OnBurst:
+    """Return an on_burst that tells how many of so many prompts are answered."""
     num_done, told_s = 0, time.monotonic()
 
     def tell(ended: list[tuple[int, Group]]) -> None:
