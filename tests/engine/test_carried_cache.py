@@ -1,9 +1,8 @@
 """Samples that go on with what the cache of an earlier call held of them (carried_cache.py)."""
 
-import dataclasses
 import gc
 import itertools
-import weakref
+import math
 
 import pytest
 import torch
@@ -41,24 +40,30 @@ def begun_engine(decoder, **settings):
     return engine_of(decoder, stop_token_ids=frozenset({EOS}), **given)
 
 
-def sampled(engine, num_calls=4, *, num_bursts=2, carries_cache=True, between=lambda call: None, **settings):
+def continued(engine, groups, *, num_bursts: int | None = 2, carries_cache=True):
+    """Sample until some bursts have been read; None: to the end."""
+    left = [math.inf if num_bursts is None else num_bursts]
+
+    def is_enough(complete_P):
+        left[0] -= 1
+        return left[0] < 0
+
+    return engine.continue_groups(
+        groups, is_enough=is_enough, sampling=SAMPLING, seed=3, carries_cache=carries_cache
+    )
+
+
+def sampled(engine, num_calls=4, *, num_bursts=2, carries_cache=True, between=lambda call: None):
     """Sample in calls, all but the last of which end after some bursts; return [(groups, stats)] of each.
     A group is (begun, whole or None)."""
     found, groups = [], [(each, None) for each in begun()]
     for call in range(num_calls):
-        left, is_last = [num_bursts], call == num_calls - 1
-
-        def is_enough(complete_P, left=left, is_last=is_last):
-            left[0] -= 1
-            return not is_last and left[0] < 0
-
-        groups = engine.continue_groups(
+        is_last = call == num_calls - 1
+        groups = continued(
+            engine,
             [each for each, _ in groups],
-            is_enough=is_enough,
-            sampling=SAMPLING,
-            seed=3,
+            num_bursts=None if is_last else num_bursts,
             carries_cache=carries_cache and not is_last,
-            **settings,
         )
         found.append((groups, engine.stats))
         between(call)
@@ -196,22 +201,33 @@ def test_every_bit_comes_back_to_a_gpu(architecture, kv):
     assert all(stats.reused_tokens > 0 == stats.prefill_tokens for _, stats in ours[1:])
 
 
-def test_memory_is_freed_with_the_groups_that_carry_it(made):
-    """Not only when Python looks for cycles of references, so that the next call can use it."""
-    found = sampled(begun_engine(made("whole")), 2)
-    pieces = [weakref.ref(p) for begun, _ in found[0][0] if begun.cache for p in begun.cache._pieces]
-    assert pieces and all(piece() is not None for piece in pieces)
+@pytest.mark.parametrize("forgets", [False, True])
+def test_host_memory_is_used_again(made, forgets):
+    """Also that of caches which are forgotten, and not only when Python looks for cycles of references."""
+    engine, most = begun_engine(made("whole")), 0
+    groups = begun()
     gc.disable()
     try:
-        del found
-        assert not any(piece() is not None for piece in pieces)
+        for _ in range(4):
+            groups = [each for each, _ in continued(engine, groups)]
+            most = max(most, sum(each.cache_bytes for each in groups))
+            if forgets:
+                groups = [each.without_cache() for each in groups]
     finally:
         gc.enable()
+    assert engine._cache is not None and engine._cache._host.num_made * 2**21 == most > 0
 
 
-def test_a_copy_without_its_cache_is_computed_again(made):
-    found = sampled(begun_engine(made("whole")), 2)
-    carried = [each for each, whole in found[0][0] if whole is None]
-    assert all(each.cache_bytes > 0 for each in carried)
-    assert [dataclasses.replace(each) for each in carried] == [each.without_cache() for each in carried]
+def test_a_cache_is_put_back_once(made):
+    engine = begun_engine(made("whole"))
+    groups = [each for each, _ in continued(engine, begun())]
+    continued(engine, groups)
+    with pytest.raises(AssertionError, match="put back before"):
+        continued(engine, groups)
+
+
+def test_a_group_without_its_cache_is_the_same_group(made):
+    carried = [each for each, _ in continued(begun_engine(made("whole")), begun()) if not each.is_complete]
+    assert carried and all(each.cache_bytes > 0 for each in carried)
+    assert carried == [each.without_cache() for each in carried]
     assert not any(each.without_cache().cache_bytes for each in carried)

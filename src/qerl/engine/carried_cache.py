@@ -7,7 +7,6 @@ Put back into pages and slots of the next call, they are not computed again. The
 that computed them.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,29 @@ from torch import Tensor
 
 from qerl.kernels.gpu_memory import sent
 
-# All alike: torch pins memory in powers of two bytes, slowly, and uses it again for the same size.
 _PIECE_BYTES = 1 << 21
+
+
+class HostPieces:
+    """Pieces of host memory, pinned for a GPU, that are used again once they are given back.
+
+    Pinning takes a second for 1.3 GB (H200), and torch's own cache of pinned memory is emptied whenever a
+    CUDA graph is recorded.
+    """
+
+    def __init__(self, device: torch.device):
+        self.num_made = 0
+        self._is_pinned, self._free = device.type == "cuda", []
+
+    def take(self) -> Tensor:
+        if self._free:
+            return self._free.pop()
+        self.num_made += 1
+        return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
+
+    def give(self, pieces: list[Tensor]) -> None:
+        """Give pieces back; the current stream finishes copying from them before it writes to them."""
+        self._free += pieces
 
 
 class CachedSpan(NamedTuple):
@@ -36,35 +56,45 @@ class CachedSpan(NamedTuple):
         return self.pages[first:stop]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class CarriedCache:
     """A span's contents: x[:, indices] of tensors [L, n, ...] of pages or slots, one after another."""
 
-    places: list[int]
-    """Those of the windowed pages."""
-    _pieces: list[Tensor]
-    _shapes: list[torch.Size]
+    def __init__(self, host: HostPieces, selected: list[tuple[Tensor, list[int]]], places: list[int]):
+        """Copy these tensors' pages or slots; a GPU's copies are complete when it has been waited for.
 
-    @classmethod
-    def of(cls, selected: list[tuple[Tensor, list[int]]], places: list[int]) -> "CarriedCache":
-        """Copy these tensors' pages or slots; a GPU's copies are complete when it has been waited for."""
+        places: those of the windowed pages.
+        """
+        self.places, self._host, self._pieces = places, host, []
         found = [_bytes_of(x).index_select(1, _indices(indices, x.device)) for x, indices in selected]
-        pieces = []
-        for part in torch.cat([x.flatten() for x in found]).split(_PIECE_BYTES):
-            piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
-            pieces.append(piece[: len(part)].copy_(part, non_blocking=True))
-        return cls(places, pieces, [x.shape for x in found])
+        self._shapes = [x.shape for x in found]
+        flat = torch.cat([x.flatten() for x in found])
+        for start in range(0, len(flat), _PIECE_BYTES):
+            part, piece = flat[start : start + _PIECE_BYTES], host.take()
+            piece[: len(part)].copy_(part, non_blocking=True)
+            self._pieces.append(piece)
 
-    def on(self, device: torch.device) -> list[Tensor]:
-        """Return the bytes that were selected of each tensor."""
-        flat = torch.cat([piece.to(device, non_blocking=True) for piece in self._pieces])
+    def take(self, device: torch.device) -> list[Tensor]:
+        """Return the bytes that were selected of each tensor. Once: then the memory is used for others."""
         sizes = [shape.numel() for shape in self._shapes]
-        return [x.view(shape) for x, shape in zip(flat.split(sizes), self._shapes, strict=True)]
+        assert self._pieces or not any(sizes), "a carried cache was put back before"
+        flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        for part, piece in zip(flat.split(_PIECE_BYTES), self._pieces, strict=bool(self._pieces)):
+            part.copy_(piece, non_blocking=True)
+        self._release()
+        parts = flat[: sum(sizes)].split(sizes)
+        return [x.view(shape) for x, shape in zip(parts, self._shapes, strict=True)]
 
     @property
     def num_bytes(self) -> int:
         """Host memory in use."""
         return len(self._pieces) * _PIECE_BYTES
+
+    def _release(self) -> None:
+        self._host.give(self._pieces)
+        self._pieces = []
+
+    def __del__(self):
+        self._release()
 
 
 def write(x: Tensor, indices: list[int], copy: Tensor) -> None:

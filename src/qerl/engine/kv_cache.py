@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qerl.engine.cache_memory import tensors_on
-from qerl.engine.carried_cache import CachedSpan, CarriedCache, write
+from qerl.engine.carried_cache import CachedSpan, CarriedCache, HostPieces, write
 from qerl.engine.layer_pages import (
     FP8,
     LayerPages,
@@ -57,7 +57,7 @@ class KVCache:
         """states: of a decoder whose layers have recurrent states. num_window_pages: of layers with a window;
         None: they use the same pages as the others."""
         a = architecture
-        self.states, self.page_tokens = states, page_tokens
+        self.states, self.page_tokens, self._host = states, page_tokens, HostPieces(device)
         apart = set() if num_window_pages is None else set(windowed_layers(a))
         whole = [i for i in a.layers_with("attention") if i not in apart]
         kinds = [(heads, layers, num_pages) for heads, layers in layers_by_heads(a, whole).items()]
@@ -168,7 +168,7 @@ class KVCache:
             selected = [(x, span.own_pages(self.page_tokens)) for x in pages]
             selected += [(x, list(span.windowed.values())) for x in windowed]
             selected += [(x, span.slot) for x in states]
-            carried.append(CarriedCache.of(selected, list(span.windowed)))
+            carried.append(CarriedCache(self._host, selected, list(span.windowed)))
         if self.k.is_cuda:
             torch.cuda.current_stream(self.k.device).synchronize()
         return carried
@@ -178,7 +178,7 @@ class KVCache:
         pages, windowed, states = self._tensors
         rows = [row for row, place in enumerate(carried.places) if place in span.windowed]
         targets = [span.windowed[carried.places[row]] for row in rows]
-        copies = iter(carried.on(self.k.device))
+        copies = iter(carried.take(self.k.device))
         for x in pages:
             write(x, span.own_pages(self.page_tokens), next(copies))
         for x in windowed:
