@@ -13,6 +13,7 @@ from engine.test_decode_kernels import SMALL, decoder_of
 from engine.test_window_pages import ALL, MIXED, windowed
 from models.family_rows import load, oracle, save
 from models.tiny import forest, tiny
+from qerl.engine import carried_cache
 from qerl.engine.layer_pages import page_bytes
 from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.types import BegunGroup, BegunSample, Sampling
@@ -216,6 +217,17 @@ def test_host_memory_is_used_again(made, forgets):
     finally:
         gc.enable()
     assert engine._cache is not None and engine._cache._host.num_made * 2**21 == most > 0
+
+
+def test_what_the_host_has_no_memory_for_is_computed_again(made, monkeypatch):
+    """Here for all but two of the groups and samples."""
+    monkeypatch.setattr(carried_cache, "usable_host_bytes", lambda: 2.5 * 2**21)
+    engine = begun_engine(made("whole"))
+    groups = [each for each, _ in continued(engine, begun())]
+    assert sum(each.cache_bytes for each in groups) == 2 * 2**21
+    whole = continued(engine, groups, num_bursts=None)
+    assert engine.stats.prefill_tokens > 0 < engine.stats.reused_tokens
+    assert_same(samples_of([(whole, None)]), samples_of(sampled(engine, num_calls=1)))
 
 
 def test_a_cache_is_put_back_once(made):

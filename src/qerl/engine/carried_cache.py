@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.gpu_memory import sent
+from qerl.kernels.host_memory import usable_host_bytes
 
 _PIECE_BYTES = 1 << 21
 
@@ -26,13 +27,23 @@ class HostPieces:
 
     def __init__(self, device: torch.device):
         self.num_made = 0
-        self._is_pinned, self._free = device.type == "cuda", []
+        self._is_pinned, self._free, self._left_bytes = device.type == "cuda", [], 0.0
 
-    def take(self) -> Tensor:
-        if self._free:
-            return self._free.pop()
-        self.num_made += 1
-        return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
+    def look(self) -> None:
+        """Look how much more memory the host has."""
+        self._left_bytes = usable_host_bytes()
+
+    def take(self, num_bytes: int) -> list[Tensor] | None:
+        """Return pieces for so many bytes; None if the host lacks memory for them."""
+        num = -(-num_bytes // _PIECE_BYTES)
+        num_new = max(num - len(self._free), 0)
+        if num_new * _PIECE_BYTES > self._left_bytes:
+            return None
+        self.num_made, self._left_bytes = self.num_made + num_new, self._left_bytes - num_new * _PIECE_BYTES
+        new = [
+            torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned) for _ in range(num_new)
+        ]
+        return new + [self._free.pop() for _ in range(num - num_new)]
 
     def give(self, pieces: list[Tensor]) -> None:
         """Give pieces back; the current stream finishes copying from them before it writes to them."""
@@ -59,19 +70,25 @@ class CachedSpan(NamedTuple):
 class CarriedCache:
     """A span's contents: x[:, indices] of tensors [L, n, ...] of pages or slots, one after another."""
 
-    def __init__(self, host: HostPieces, selected: list[tuple[Tensor, list[int]]], places: list[int]):
-        """Copy these tensors' pages or slots; a GPU's copies are complete when it has been waited for.
+    def __init__(self, host: HostPieces, pieces: list[Tensor], shapes: list[torch.Size], places: list[int]):
+        """shapes: of the tensors' bytes. places: those of the windowed pages."""
+        self.places, self._host, self._pieces, self._shapes = places, host, pieces, shapes
 
-        places: those of the windowed pages.
-        """
-        self.places, self._host, self._pieces = places, host, []
+    @classmethod
+    def of(
+        cls, host: HostPieces, selected: list[tuple[Tensor, list[int]]], places: list[int]
+    ) -> "CarriedCache | None":
+        """Copy these tensors' pages or slots; a GPU's copies are complete when it has been waited for. Return
+        None if the host lacks memory."""
         found = [_bytes_of(x).index_select(1, _indices(indices, x.device)) for x, indices in selected]
-        self._shapes = [x.shape for x in found]
         flat = torch.cat([x.flatten() for x in found])
-        for start in range(0, len(flat), _PIECE_BYTES):
-            part, piece = flat[start : start + _PIECE_BYTES], host.take()
+        pieces = host.take(len(flat))
+        if pieces is None:
+            return None
+        for start, piece in zip(range(0, len(flat), _PIECE_BYTES), pieces, strict=True):
+            part = flat[start : start + _PIECE_BYTES]
             piece[: len(part)].copy_(part, non_blocking=True)
-            self._pieces.append(piece)
+        return cls(host, pieces, [x.shape for x in found], places)
 
     def take(self, device: torch.device) -> list[Tensor]:
         """Return the bytes that were selected of each tensor. Once: then the memory is used for others."""

@@ -32,7 +32,7 @@ class SampleCaches(Protocol):
         ...
 
     def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
-        """Return copies of what these spans hold in host memory; None: nothing that could be put back."""
+        """Return copies of what these spans hold in host memory; None: nothing can be put back."""
         ...
 
     def put_back(self, carried: CarriedCache, span: CachedSpan) -> None:

@@ -161,14 +161,15 @@ class KVCache:
         return rows_LTK.transpose(0, 1).contiguous().cpu().numpy().tobytes()
 
     def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
-        """Return copies of what these spans hold."""
+        """Return copies of what these spans hold in host memory; None of those for which it has no room."""
+        self._host.look()
         pages, windowed, states = self._tensors
         carried: list[CarriedCache | None] = []
         for span in spans:
             selected = [(x, span.own_pages(self.page_tokens)) for x in pages]
             selected += [(x, list(span.windowed.values())) for x in windowed]
             selected += [(x, span.slot) for x in states]
-            carried.append(CarriedCache(self._host, selected, list(span.windowed)))
+            carried.append(CarriedCache.of(self._host, selected, list(span.windowed)))
         if self.k.is_cuda:
             torch.cuda.current_stream(self.k.device).synchronize()
         return carried

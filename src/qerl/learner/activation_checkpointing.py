@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from qerl.kernels.host_memory import usable_host_bytes
 from qerl.learner.chunked_mlp import feed_backward, feed_forward, mlp_linears, num_chunks
-from qerl.learner.host_memory import usable_host_bytes
 from qerl.learner.kept_on_host import OnHost
 from qerl.models.decoder import Attend, Layer, RowContext, RunLayer, run_layer
 from qerl.models.linear import QuantLinear, holding, repeating
