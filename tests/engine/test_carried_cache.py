@@ -96,11 +96,26 @@ def made(tmp_path_factory):
     return decoder
 
 
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """No span fits in one piece, and tensors begin within one."""
+    monkeypatch.setattr(carried_cache, "_PIECE_BYTES", 1000)
+
+
+def overwrite(engine):
+    """Fill the cache's memory with something else."""
+    cache = engine._cache
+    states = [] if cache.states is None else [cache.states.conv, cache.states.state]
+    for x in itertools.chain(*(kind.tensors for kind in cache._kinds), states):
+        x.fill_(0 if x.dtype == torch.uint8 else 3.0)
+
+
 @pytest.mark.parametrize("page_tokens", [4, 16])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_no_position_is_computed_twice_and_samples_are_the_same(made, kind, page_tokens):
+def test_no_position_is_computed_twice_and_samples_are_the_same(made, kind, page_tokens, small_pieces):
     decoder = made(kind)
-    ours = sampled(begun_engine(decoder, block_size=page_tokens))
+    engine = begun_engine(decoder, block_size=page_tokens)
+    ours = sampled(engine, between=lambda call: overwrite(engine))
     whole = sampled(begun_engine(decoder, block_size=page_tokens), num_calls=1)
     assert_same(samples_of(ours), samples_of(whole))
     assert [stats.prefill_tokens for _, stats in ours] == [sum(LENGTHS), 0, 0, 0]
@@ -202,6 +217,16 @@ def test_every_bit_comes_back_to_a_gpu(architecture, kv):
     assert all(stats.reused_tokens > 0 == stats.prefill_tokens for _, stats in ours[1:])
 
 
+def test_what_never_runs_in_a_call_keeps_its_cache(made):
+    """Two rows: samples of the first group wait, and the others are not even admitted."""
+    groups = [each for each, _ in continued(begun_engine(made("whole")), begun())]
+    engine = begun_engine(made("whole"), max_num_seqs=2)
+    left = [each for each, _ in continued(engine, groups, num_bursts=1) if not each.is_complete]
+    assert len(left) == len(LENGTHS) and all(each.cache is not None for each in left)
+    assert all((s.cache is None) == (s.finish is not None) for each in left for s in each.samples_G)
+    assert engine.stats.prefill_tokens == 0
+
+
 @pytest.mark.parametrize("forgets", [False, True])
 def test_host_memory_is_used_again(made, forgets):
     """Also that of caches which are forgotten, and not only when Python looks for cycles of references."""
@@ -230,11 +255,11 @@ def test_what_the_host_has_no_memory_for_is_computed_again(made, monkeypatch):
     assert_same(samples_of([(whole, None)]), samples_of(sampled(engine, num_calls=1)))
 
 
-def test_a_cache_is_put_back_once(made):
+def test_a_cache_is_restored_once(made):
     engine = begun_engine(made("whole"))
     groups = [each for each, _ in continued(engine, begun())]
     continued(engine, groups)
-    with pytest.raises(AssertionError, match="put back before"):
+    with pytest.raises(AssertionError, match="restored before"):
         continued(engine, groups)
 
 

@@ -160,7 +160,7 @@ def logged_metrics() -> set[str]:
         *(f"eval_{name}" for name in keys_of("training/session.py", "held_out_figures")),
         *keys_of("training/sft.py", "step"),
         *keys_of("training/distil.py", "sample"),
-        *keys_of("training/partial.py", "_metrics"),
+        *keys_of("training/partial.py", "_metrics", "_cache_metrics"),
         *keys_of("training/overlap.py", "metrics"),
         *keys_of("tracking/journal.py", "_record", "step"),
         *keys_of("training/run_checkpoints.py", "_take"),

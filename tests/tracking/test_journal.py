@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl.config import CheckpointConfig, EvalConfig, LearnConfig, RunConfig, TaskConfig
+from qerl.config import CheckpointConfig, EvalConfig, LearnConfig, RolloutConfig, RunConfig, TaskConfig
 from qerl.errors import RunError, StoppedAtOnce, UserError
 from qerl.tracking import Journal, is_timing
 from qerl.types import Group, Prompt, Sample
@@ -426,7 +426,11 @@ def test_a_folder_where_a_run_would_overwrite_other_files_is_refused(tmp_path):
     for name in ("samples.jsonl", "result.json", "report.html"):
         refused(name)
     (tmp_path / "train.log").touch()
-    (tmp_path / "checkpoints").mkdir()  # what remains of a run that was removed while it ran
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "samples.jsonl").write_text("a line\n")
+    with pytest.raises(UserError, match=r"has samples\.jsonl, which"):
+        open_journal(tmp_path)
+    (tmp_path / "checkpoints" / "step-000010").mkdir()  # what remains of a run that was removed while it ran
     for _ in range(2):
         with open_journal(tmp_path) as journal:
             journal.start(RunConfig())
@@ -465,6 +469,16 @@ def test_fields_that_change_no_number_may_change_and_are_a_notice(tmp_path):
         journal.start(RunConfig(out="elsewhere", checkpoint=CheckpointConfig(every=3)))
     texts = [event["text"] for event in records(tmp_path, "events")]
     assert texts == ["config.checkpoint.every is now 3; the run started with 10"]
+
+
+def test_a_run_that_keeps_caches_keeps_the_steps_of_its_checkpoints(tmp_path):
+    keeps = RunConfig(rollout=RolloutConfig(partial=True, keep_kv_cache=True))
+    with open_journal(tmp_path) as journal:
+        journal.start(keeps)
+        take_steps(journal, 0, 1)
+    refused = pytest.raises(UserError, match=r"checkpoint\.every = 10, not 3")
+    with open_journal(tmp_path) as journal, refused:
+        journal.start(dataclasses.replace(keeps, checkpoint=CheckpointConfig(every=3)))
 
 
 def test_what_learning_keeps_in_memory_may_change_and_is_recorded_with_the_step(tmp_path):

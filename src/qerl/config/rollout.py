@@ -25,9 +25,9 @@ class RolloutConfig:
     """partial: a step waits for the groups that were begun this many steps before it."""
 
     keep_kv_cache: bool = False
-    """partial: copy the keys and values of unfinished samples to host memory and back, so that the next step
-    does not compute them again; they are then those of the weights that sampled the tokens. After a
-    checkpoint they are computed again, so that a continued run is the same. Not with engine.exact."""
+    """partial: copy the keys and values of unfinished samples to host memory, if it has room, and back, so
+    that the next step does not compute them again; they are then those of the weights that sampled the
+    tokens. The step after each checkpoint.every steps computes them again. Not with engine.exact."""
 
     def __post_init__(self):
         check_not_negative(self, "extra_prompts", prefix="rollout.")

@@ -3,50 +3,48 @@
     of a prompt    its pages, those of its window, its recurrent states; once for its samples
     of a sample    its pages after the prompt's full ones, those of its window, its recurrent states
 
-Put back into pages and slots of the next call, they are not computed again. They are those of the weights
-that computed them.
+The next call writes them to pages and slots of its own, so that these positions are not computed again.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qerl.kernels.gpu_memory import sent
 from qerl.kernels.host_memory import usable_host_bytes
 
 _PIECE_BYTES = 1 << 21
 
 
 class HostPieces:
-    """Pieces of host memory, pinned for a GPU, that are used again once they are given back.
+    """Pieces of host memory, pinned for a GPU, that are used again once they are released. All together take
+    no more than what the host had to spare when the first was allocated.
 
-    Pinning takes a second for 1.3 GB (H200), and torch's own cache of pinned memory is emptied whenever a
-    CUDA graph is recorded.
+    Pinning 2.7 GB takes about 2 s (H200), and torch's own cache of pinned memory is emptied whenever a CUDA
+    graph is recorded.
     """
 
     def __init__(self, device: torch.device):
         self.num_made = 0
-        self._is_pinned, self._free, self._left_bytes = device.type == "cuda", [], 0.0
+        self._is_pinned, self._free, self._most_bytes = device.type == "cuda", [], None
 
-    def look(self) -> None:
-        """Look how much more memory the host has."""
-        self._left_bytes = usable_host_bytes()
-
-    def take(self, num_bytes: int) -> list[Tensor] | None:
+    def allocate(self, num_bytes: int) -> list[Tensor] | None:
         """Return pieces for so many bytes; None if the host lacks memory for them."""
+        if self._most_bytes is None:
+            self._most_bytes = usable_host_bytes()
         num = -(-num_bytes // _PIECE_BYTES)
         num_new = max(num - len(self._free), 0)
-        if num_new * _PIECE_BYTES > self._left_bytes:
+        if (self.num_made + num_new) * _PIECE_BYTES > self._most_bytes:
             return None
-        self.num_made, self._left_bytes = self.num_made + num_new, self._left_bytes - num_new * _PIECE_BYTES
-        new = [
-            torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned) for _ in range(num_new)
-        ]
-        return new + [self._free.pop() for _ in range(num - num_new)]
+        self.num_made += num_new
+        return [*map(self._new, range(num_new)), *(self._free.pop() for _ in range(num - num_new))]
 
-    def give(self, pieces: list[Tensor]) -> None:
-        """Give pieces back; the current stream finishes copying from them before it writes to them."""
+    def _new(self, _: int) -> Tensor:
+        return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
+
+    def release(self, pieces: list[Tensor]) -> None:
+        """Take pieces back; the current stream finishes its copies from them before it writes to them."""
         self._free += pieces
 
 
@@ -76,52 +74,55 @@ class CarriedCache:
 
     @classmethod
     def of(
-        cls, host: HostPieces, selected: list[tuple[Tensor, list[int]]], places: list[int]
+        cls, host: HostPieces, selected: list[tuple[Tensor, Tensor]], places: list[int]
     ) -> "CarriedCache | None":
-        """Copy these tensors' pages or slots; a GPU's copies are complete when it has been waited for. Return
-        None if the host lacks memory."""
-        found = [_bytes_of(x).index_select(1, _indices(indices, x.device)) for x, indices in selected]
-        flat = torch.cat([x.flatten() for x in found])
-        pieces = host.take(len(flat))
+        """Copy x[:, indices] for each (x, indices); a GPU's copies are complete when it has been waited for.
+        Return None if the host lacks memory."""
+        each = [(x.view(torch.uint8), indices) for x, indices in selected]
+        shapes = [torch.Size((len(x), len(indices), *x.shape[2:])) for x, indices in each]
+        pieces = host.allocate(sum(shape.numel() for shape in shapes))
         if pieces is None:
             return None
-        for start, piece in zip(range(0, len(flat), _PIECE_BYTES), pieces, strict=True):
-            part = flat[start : start + _PIECE_BYTES]
-            piece[: len(part)].copy_(part, non_blocking=True)
-        return cls(host, pieces, [x.shape for x in found], places)
+        carried = cls(host, pieces, shapes, places)
+        for (x, indices), parts in zip(each, carried._parts(), strict=True):
+            _copy(parts, x.index_select(1, indices).flatten(), to_host=True)
+        return carried
 
-    def take(self, device: torch.device) -> list[Tensor]:
-        """Return the bytes that were selected of each tensor. Once: then the memory is used for others."""
-        sizes = [shape.numel() for shape in self._shapes]
-        assert self._pieces or not any(sizes), "a carried cache was put back before"
-        flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        for part, piece in zip(flat.split(_PIECE_BYTES), self._pieces, strict=bool(self._pieces)):
-            part.copy_(piece, non_blocking=True)
+    def contents(self, device: torch.device) -> Iterator[Tensor]:
+        """Yield the bytes of each tensor. Once: at the end the host memory is released."""
+        assert self._pieces or not any(map(torch.Size.numel, self._shapes)), "this cache was restored before"
+        for shape, parts in zip(self._shapes, self._parts(), strict=True):
+            x = torch.empty(shape, dtype=torch.uint8, device=device)
+            _copy(parts, x.flatten(), to_host=False)
+            yield x
         self._release()
-        parts = flat[: sum(sizes)].split(sizes)
-        return [x.view(shape) for x, shape in zip(parts, self._shapes, strict=True)]
 
     @property
     def num_bytes(self) -> int:
         """Host memory in use."""
         return len(self._pieces) * _PIECE_BYTES
 
+    def _parts(self) -> Iterator[list[Tensor]]:
+        """Yield the parts of pieces that hold each tensor."""
+        at = 0
+        for shape in self._shapes:
+            stop, parts = at + shape.numel(), []
+            while at < stop:
+                piece, start = divmod(at, _PIECE_BYTES)
+                end = min(stop - piece * _PIECE_BYTES, _PIECE_BYTES)
+                parts.append(self._pieces[piece][start:end])
+                at += end - start
+            yield parts
+
     def _release(self) -> None:
-        self._host.give(self._pieces)
+        self._host.release(self._pieces)
         self._pieces = []
 
     def __del__(self):
         self._release()
 
 
-def write(x: Tensor, indices: list[int], copy: Tensor) -> None:
-    """Write bytes to x[:, indices]."""
-    _bytes_of(x).index_copy_(1, _indices(indices, x.device), copy)
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
-
-
-def _indices(indices: list[int], device: torch.device) -> Tensor:
-    return sent(torch.tensor(indices, dtype=torch.long), device)
+def _copy(parts: list[Tensor], flat: Tensor, *, to_host: bool) -> None:
+    for part, here in zip(parts, flat.split([len(part) for part in parts]), strict=True):
+        target, source = (part, here) if to_host else (here, part)
+        target.copy_(source, non_blocking=True)

@@ -12,9 +12,9 @@
     detokenizer.py      tokens -> text, stop strings  row_sampler.py     rows with their own parameters
     live_batch.py       requests join and leave       live_sample.py     prompts and samples of a call
     state_cache.py      recurrent states              cache_size.py      pages and slots that a call needs
-    cache_memory.py     tensors of a cache
+    cache_memory.py     tensors of a cache            carried_cache.py   contents for the next call
     constraint.py       what a grammar allows         prompt_logprobs.py logprobs of a prompt's tokens
-    score.py            exact logprobs of samples
+    score.py            exact logprobs of samples     stats.py           counts and times of a call
 
 The engine owns no weights. The noise is whatever the decoder's norms contain during a call.
 """
@@ -32,6 +32,7 @@ from qerl.algo.batches import batches
 from qerl.config import EngineConfig
 from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.cache_size import CacheSize, PageCounts, rounded_up_gb
+from qerl.engine.carried_cache import HostPieces
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Call, Generation
@@ -76,6 +77,7 @@ class Engine(SamplingEngine):
         )
         self._decoder, self._config = decoder, config
         self._cache: KVCache | None = None
+        self._host = HostPieces(decoder.device)
         self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else decoder.compute
         self._runners = RunnerCache(decoder, config, stop_token_ids)
         self.max_rows = self._runners.max_rows
@@ -278,7 +280,7 @@ class Engine(SamplingEngine):
                 states = StateCache(decoder.architecture, num_slots, decoder.compute, decoder.device)
             place = self._config.block_size, self._kv_dtype, decoder.device
             num_windowed = None if self._size.window is None else counts.windowed
-            cache = KVCache(decoder.architecture, counts.pages, *place, states, num_windowed)
+            cache = KVCache(decoder.architecture, counts.pages, *place, states, num_windowed, self._host)
             stack.enter_context(cache.present())
         except torch.OutOfMemoryError:
             num_bytes = self._size.bytes_of(counts, num_slots)

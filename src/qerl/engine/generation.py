@@ -7,7 +7,7 @@
 A token's randomness is a function of (seed, step, prompt.index, sample_index, token index in the sample), and
 for a branch of (seed, step, prompt.index, the sample's index, branch index, token index in the branch). The
 result does not depend on batches, pages, bursts or preemptions (tests/engine/test_engine.py,
-test_branch_batch.py).
+test_branch_batch.py), unless a cache is carried over a change of weights: preempted samples lose theirs.
 """
 
 import dataclasses
@@ -105,10 +105,12 @@ class Generation:
     def carry(self, groups: list[LiveGroup]) -> None:
         """Copy what the cache holds of the groups' unfinished samples, for the call that continues them."""
         self._read_all()
-        holders = [group for group in groups if group.pages]
-        holders += [s for group in groups for s in group.samples_G if s.is_running]
-        for holder, carried in zip(holders, self._cache.carry([h.span for h in holders]), strict=True):
-            holder.carried = carried
+        admitted = [group for group in groups if group.pages]
+        for group, carried in zip(admitted, self._cache.carry([g.span for g in admitted]), strict=True):
+            group.carried = carried
+        running = [s for g in admitted if g.carried is not None for s in g.samples_G if s.is_running]
+        for s, carried in zip(running, self._cache.carry([s.span for s in running]), strict=True):
+            s.carried = carried
 
     def abort(self, groups: list[LiveGroup]) -> None:
         """Remove the groups' unfinished samples, once the bursts that compute them have been read."""
@@ -223,7 +225,7 @@ class Generation:
 
     def _start(self, groups: list[LiveGroup]) -> None:
         """Prefill the prompts, unless they were carried, and sample the first token of all their samples."""
-        groups = self._put_back(groups)
+        groups = self._restore(groups)
         if not groups:
             return
         starts = [g.num_reused for g in groups]
@@ -254,9 +256,9 @@ class Generation:
         self._end_turns([s for s in samples if s.finish is not None])
 
     def _fill_pages(self, scheduled: list[LiveSample]) -> None:
-        """Put back what was carried of samples; copy the partial page and states of new samples' prompts;
+        """Restore what was carried of samples; copy the partial page and states of new samples' prompts;
         recompute what preempted ones cached."""
-        scheduled = self._put_back(scheduled)
+        scheduled = self._restore(scheduled)
         new = [s for s in scheduled if not s.num_cached]
         self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group.pages, s.pages) for s in new])
         self._cache.copy_partial_window(
@@ -269,12 +271,12 @@ class Generation:
         if resumed:
             self._prefill([self._uncached(s) for s in resumed])
 
-    def _put_back(self, holders: list[_Holder]) -> list[_Holder]:
+    def _restore(self, holders: list[_Holder]) -> list[_Holder]:
         """Write what was carried of these into their pages, once; return the others."""
         others = [holder for holder in holders if holder.carried is None]
         for holder in holders:
             if holder.carried is not None:
-                self._cache.put_back(holder.carried, holder.span)
+                self._cache.restore(holder.carried, holder.span)
                 self.stats.reused_tokens += len(holder.span.positions)
                 holder.carried = None
         return others

@@ -32,11 +32,11 @@ class SampleCaches(Protocol):
         ...
 
     def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
-        """Return copies of what these spans hold in host memory; None: nothing can be put back."""
+        """Return copies of what these spans hold in host memory; None: they are computed again."""
         ...
 
-    def put_back(self, carried: CarriedCache, span: CachedSpan) -> None:
-        """Write what an equal span held."""
+    def restore(self, carried: CarriedCache, span: CachedSpan) -> None:
+        """Write what a span of the same positions held."""
         ...
 
 

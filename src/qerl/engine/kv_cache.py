@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qerl.engine.cache_memory import tensors_on
-from qerl.engine.carried_cache import CachedSpan, CarriedCache, HostPieces, write
+from qerl.engine.carried_cache import CachedSpan, CarriedCache, HostPieces
 from qerl.engine.layer_pages import (
     FP8,
     LayerPages,
@@ -37,6 +37,7 @@ from qerl.engine.state_cache import StateCache
 from qerl.engine.window_pages import windowed_layers
 from qerl.kernels.decode_attention import LayerCache
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.gpu_memory import sent
 from qerl.models.architecture import Architecture
 from qerl.models.mixture import Route
 
@@ -53,11 +54,13 @@ class KVCache:
         device: torch.device,
         states: StateCache | None = None,
         num_window_pages: int | None = None,
+        host: HostPieces | None = None,
     ):
         """states: of a decoder whose layers have recurrent states. num_window_pages: of layers with a window;
-        None: they use the same pages as the others."""
+        None: they use the same pages as the others. host: memory for what is carried; None: its own."""
         a = architecture
-        self.states, self.page_tokens, self._host = states, page_tokens, HostPieces(device)
+        self.states, self.page_tokens = states, page_tokens
+        self._host = HostPieces(device) if host is None else host
         apart = set() if num_window_pages is None else set(windowed_layers(a))
         whole = [i for i in a.layers_with("attention") if i not in apart]
         kinds = [(heads, layers, num_pages) for heads, layers in layers_by_heads(a, whole).items()]
@@ -162,37 +165,38 @@ class KVCache:
 
     def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
         """Return copies of what these spans hold in host memory; None of those for which it has no room."""
-        self._host.look()
-        pages, windowed, states = self._tensors
-        carried: list[CarriedCache | None] = []
+        carried = []
         for span in spans:
-            selected = [(x, span.own_pages(self.page_tokens)) for x in pages]
-            selected += [(x, list(span.windowed.values())) for x in windowed]
-            selected += [(x, span.slot) for x in states]
-            carried.append(CarriedCache.of(self._host, selected, list(span.windowed)))
+            places, windowed = list(span.windowed), list(span.windowed.values())
+            selected = self._selected(span.own_pages(self.page_tokens), windowed, span.slot)
+            carried.append(CarriedCache.of(self._host, selected, places))
         if self.k.is_cuda:
             torch.cuda.current_stream(self.k.device).synchronize()
         return carried
 
-    def put_back(self, carried: CarriedCache, span: CachedSpan) -> None:
-        """Write what an equal span held; pages of windows where this one has them too."""
-        pages, windowed, states = self._tensors
+    def restore(self, carried: CarriedCache, span: CachedSpan) -> None:
+        """Write what a span of the same positions held; pages of windows where this one has them too."""
         rows = [row for row, place in enumerate(carried.places) if place in span.windowed]
-        targets = [span.windowed[carried.places[row]] for row in rows]
-        copies = iter(carried.take(self.k.device))
-        for x in pages:
-            write(x, span.own_pages(self.page_tokens), next(copies))
-        for x in windowed:
-            write(x, targets, next(copies)[:, rows])
-        for x in states:
-            write(x, span.slot, next(copies))
+        windowed = [span.windowed[carried.places[row]] for row in rows]
+        selected = self._selected(span.own_pages(self.page_tokens), windowed, span.slot)
+        rows_W = sent(torch.tensor(rows, dtype=torch.long), self.k.device)
+        for (x, indices), copy in zip(selected, carried.contents(self.k.device), strict=True):
+            if copy.shape[1] > len(indices):  # it held more pages of a window
+                copy = copy.index_select(1, rows_W)
+            x.view(torch.uint8).index_copy_(1, indices, copy)
 
-    @property
-    def _tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Those with pages, with pages of layers with a window, and with slots, all in the second place."""
-        whole = [tensor for pages in (self.pages, *self._others) for tensor in pages.tensors]
-        windowed = [] if self.windowed is None else self.windowed.tensors
-        return whole, windowed, [] if self.states is None else [self.states.conv, self.states.state]
+    def _selected(
+        self, pages: list[int], windowed: list[int], slot: list[int]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return each tensor of the cache with its indices among these, in the second dimension."""
+        whole = [x for kind in (self.pages, *self._others) for x in kind.tensors]
+        of_windows = [] if self.windowed is None else self.windowed.tensors
+        states = [] if self.states is None else [self.states.conv, self.states.state]
+        found = []
+        for tensors, indices in ((whole, pages), (of_windows, windowed), (states, slot)):
+            place = sent(torch.tensor(indices, dtype=torch.long), self.k.device)
+            found += [(x, place) for x in tensors]
+        return found
 
     def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
         """For each (num_positions, source pages, target pages), copy the page that num_positions fill

@@ -48,7 +48,7 @@ class LiveGroup:
     num_reused: int = 0
     """Number of the prompt's first tokens whose pages were kept."""
     carried: CarriedCache | None = None
-    """The prompt's part of an earlier call's cache, until it is put back; None: it is computed."""
+    """The prompt's part of an earlier call's cache, until it is restored; None: it is computed."""
     on_prompt_hidden: Callable[[Tensor], None] | None = None
     """Called with the hidden states of the prompt's next tokens."""
 
@@ -93,7 +93,7 @@ class LiveSample:
     num_cached: int = 0
     """Number of positions in the pages of a parked sample."""
     carried: CarriedCache | None = None
-    """Its own part of an earlier call's cache, until it is put back."""
+    """Its own part of an earlier call's cache, until it is restored."""
     max_tokens: int = dataclasses.field(init=False)
     """Length at which its turn ends at the latest."""
     most_tokens: int | None = None

@@ -195,6 +195,8 @@ class SamplingEngine(abc.ABC):
                 left = [g for g in unfinished if not _is_complete(g)]
                 if carries_cache:
                     generation.carry(left)
+                else:
+                    _drop_carried(left)
                 generation.abort(left)
             self.stats.generate_s = time.perf_counter() - start_s
         whole_by_index = dict(ended.all())
@@ -202,9 +204,7 @@ class SamplingEngine(abc.ABC):
             (self._left(begun, group), whole_by_index.get(group.index))
             for begun, group in zip(begun_P, groups, strict=True)
         ]
-        for group in groups:  # and its samples refer to each other, so that they are not freed at once
-            for holder in (group, *group.samples_G):
-                holder.carried = None
+        _drop_carried(groups)  # groups and samples form cycles of references, which are not freed at once
         return left
 
     def _left(self, begun: BegunGroup, group: LiveGroup) -> BegunGroup:
@@ -353,6 +353,12 @@ def _begun_sample(s: LiveSample, before: BegunSample, version: int) -> BegunSamp
         routes=s.routes,
         cache=s.carried,
     )
+
+
+def _drop_carried(groups: list[LiveGroup]) -> None:
+    for group in groups:
+        for holder in (group, *group.samples_G):
+            holder.carried = None
 
 
 def _is_complete(group: LiveGroup) -> bool:

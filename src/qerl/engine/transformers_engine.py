@@ -126,7 +126,7 @@ class PromptCaches:
     def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
         return [None] * len(spans)
 
-    def put_back(self, carried: CarriedCache, span: CachedSpan) -> None:
+    def restore(self, carried: CarriedCache, span: CachedSpan) -> None:
         """Do nothing: nothing is carried."""
 
     def read_routes(self, pages: list[int], num_positions: int) -> None:

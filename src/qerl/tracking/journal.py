@@ -65,7 +65,8 @@ class Journal:
 
     def __init__(self, folder: Path, *, num_steps: int, console: Console | None = None):
         # A run that was removed while it ran has checkpoints alone.
-        is_run = any((folder / name).exists() for name in ("run.json", ".lock", "checkpoints"))
+        is_run = any((folder / name).exists() for name in ("run.json", ".lock"))
+        is_run |= any((folder / "checkpoints").glob("step-*"))
         found = [name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()]
         lacks = f"has {' and '.join(found)}, which a run would write, but no run.json"
         require(is_run or not found, f"{folder}: {lacks}; choose another folder with --out")
@@ -274,11 +275,17 @@ class Journal:
                     (self._folder / name).unlink(missing_ok=True)
                 for folder in self._made:
                     folder.rmdir()
-        if kind is StoppedAtOnce:
-            with suppress(OSError, RunError, UserError):  # of a damaged file, a full disk or a closed console
-                saved = f"step {self.last_saved} is saved; the same command resumes from it"
-                self.notice(f"stopped at once; {saved if self.last_saved else 'no step is saved'}")
-        self.close()
+        try:
+            if kind is StoppedAtOnce:
+                self._tell_stopped()
+        finally:
+            self.close()
+
+    def _tell_stopped(self) -> None:
+        with suppress(OSError, RunError, UserError):  # of a damaged file, a full disk or a closed console
+            saved = self.last_saved
+            resumes = f"step {saved} is saved; the same command resumes from it"
+            self.notice(f"stopped at once; {resumes if saved else 'no step is saved'}")
 
     def _record(self, log: StepLog, step_s: float) -> None:
         metrics = {"memory_gb": memory_gb(), **log.metrics, **self._stopwatch.take(), **self._carried}

@@ -114,7 +114,9 @@ def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict
 
     Return {field: (old, new)} of what a run may go on with: more steps, ROUNDING, and rows that the user
     accepts."""
-    found = {name: pair for name, pair in changes(old, new).items() if name not in EXEMPT}
+    # Before a checkpoint no cache is kept, so that a continued run is the same.
+    kept = {"checkpoint.every"} if new["rollout"]["keep_kv_cache"] else set()
+    found = {name: pair for name, pair in changes(old, new).items() if name not in EXEMPT - kept}
     accepted = {name for name in ROUNDING if "absent" not in found.get(name, ())}
     accepted |= {"task.name"} if new["accept_changes"] else set()
     if new["num_steps"] > old.get("num_steps", math.inf):

@@ -56,7 +56,7 @@ def sample_and_score(
     seed: int,
     notice: Callable[[str], None] | None = None,
 ) -> tuple[list[Group], list[list[float | None]]]:
-    """Return the samples of every prompt and their rewards. notice: is told now and then how far it is."""
+    """Return the samples of every prompt and their rewards. notice: gets the progress, at most every 15 s."""
     told = None if notice is None else _progress(notice, len(prompts), sampling.temperature)
     asked = {"num_samples": num_samples, "sampling": sampling, "seed": seed, "step": EVALUATION_STEP}
     groups = engine.generate(prompts, on_burst=told, **asked)

@@ -10,7 +10,8 @@ policies of its tokens differ, which importance weights correct token by token. 
 that would prefer short ones: near the run's end no more are begun than are still learned from. As
 extra_prompts <= num_prompts, the groups that must be complete are never more than a step learns from.
 
-With rollout.keep_kv_cache the engine's cache of unfinished samples is carried too, but not over a checkpoint.
+With rollout.keep_kv_cache the engine's cache of unfinished samples is carried too, but not over a checkpoint:
+a run that is continued from one computes them again, and so does the run itself.
 
 Several ranks divide a step's prompts and the extra ones by place, each as above with its share: a rank
 samples and carries its own, and waits for the others only where the step's groups are gathered. So which
@@ -64,6 +65,7 @@ class PartialRollouts:
         scores = OverlappedRewards(config, self._rewards)
         with log.span("rollout"):
             learned, carried = self._sample_own(own, step, scores)
+            counts = self._ranks.gather(self._cache_metrics(carried))
             learned, carried = self._gather(in_work, learned, carried)
         self._carried = carried
         groups_P = [group for _, group in learned]
@@ -72,6 +74,7 @@ class PartialRollouts:
         groups_P = with_advantages(config, groups_P, rewards_P_G)
         log.add(**rollout_metrics(config, groups_P), rounds=1, **scores.metrics)
         log.add(**self._metrics(groups_P, resumed, step))
+        log.add(**{name: sum(each[name] for each in counts) for name in counts[0]})
         return groups_P
 
     def _sample_own(
@@ -91,7 +94,7 @@ class PartialRollouts:
             is_enough=is_enough,
             sampling=sampling_of(config),
             seed=config.seed,
-            carries_cache=config.rollout.keep_kv_cache,
+            carries_cache=config.rollout.keep_kv_cache and (step + 1) % config.checkpoint.every > 0,
             # Whatever else ends, the first are learned from if they are complete.
             on_burst=scores.on_burst([each.number if i < share else None for i, each in enumerate(own)]),
         )
@@ -119,7 +122,9 @@ class PartialRollouts:
             for number, samples_G in rank_learned:
                 prompt = by_number[number].begun.prompt
                 learned.append((number, Group(prompt=prompt, samples_G=[unpacked(s) for s in samples_G])))
-            for number, samples_G in [] if index == self._ranks.index else rank_carried:
+            if index == self._ranks.index:
+                continue
+            for number, samples_G in rank_carried:
                 each = by_number[number]
                 begun = dataclasses.replace(each.begun, samples_G=[unpacked(s) for s in samples_G])
                 carried.append(each._replace(begun=begun))
@@ -168,16 +173,19 @@ class PartialRollouts:
             "carried_tokens": sum(len(s.tokens_T) for each in self._carried for s in each.begun.samples_G),
             "carried_complete_groups": sum(each.begun.is_complete for each in self._carried),
             "resumed_samples": _num_unfinished(resumed),
-            "reused_tokens": self._engine.stats.reused_tokens,
-            "carried_gb": sum(each.begun.cache_bytes for each in self._carried) / 1e9,
             "staleness": fmean(of_tokens),
             "staleness_max": max(of_tokens),
             "stale_fraction": fmean(age > 0 for age in of_tokens),
         }
 
-    def forget_cache(self) -> None:
-        """Compute again what is carried, as a run that continues from a checkpoint does."""
-        self._carried = [each._replace(begun=each.begun.without_cache()) for each in self._carried]
+    def _cache_metrics(self, carried: list[InWork]) -> dict[str, float]:
+        """Return this rank's part of the metrics of what is computed again and what is kept."""
+        stats = self._engine.stats
+        kept = {
+            "reused_tokens": stats.reused_tokens,
+            "carried_gb": sum(each.begun.cache_bytes for each in carried) / 1e9,
+        }
+        return {"prefill_tokens": stats.prefill_tokens} | (kept if self._config.rollout.keep_kv_cache else {})
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores, as JSON values: on every rank what all ranks carry."""

@@ -292,8 +292,6 @@ class _Session:
         saves = bool(requested or is_due or asks_save or asks_stop)
         if saves:
             self.checkpoints.save(step + 1, self.extra_state(), waits=self.observer.reads_checkpoints)
-            if isinstance(self.rollouts, PartialRollouts):
-                self.rollouts.forget_cache()
         self.observer.finished(step, is_saved=saves)
         self.ranks.take_traffic()
         if requested:
