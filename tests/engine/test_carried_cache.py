@@ -27,6 +27,7 @@ DECODERS = {
     "some windows": lambda folder: windowed(MIXED),
     "windows": lambda folder: windowed(ALL),
     "states": lambda folder: load(save(oracle("Qwen3_5"), folder)),
+    "two kinds of heads": lambda folder: load(save(oracle("Gemma4", sliding_window=256), folder)),
     "mixture": lambda folder: load(save(oracle("Qwen3Moe"), folder)),
 }
 
@@ -225,6 +226,8 @@ def test_what_never_runs_in_a_call_keeps_its_cache(made):
     assert len(left) == len(LENGTHS) and all(each.cache is not None for each in left)
     assert all((s.cache is None) == (s.finish is not None) for each in left for s in each.samples_G)
     assert engine.stats.prefill_tokens == 0
+    left = [each for each, _ in continued(engine, left, num_bursts=1, carries_cache=False)]
+    assert not any(each.cache_bytes for each in left), "nothing is carried where it is not asked for"
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -253,6 +256,19 @@ def test_what_the_host_has_no_memory_for_is_computed_again(made, monkeypatch):
     whole = continued(engine, groups, num_bursts=None)
     assert engine.stats.prefill_tokens > 0 < engine.stats.reused_tokens
     assert_same(samples_of([(whole, None)]), samples_of(sampled(engine, num_calls=1)))
+
+
+def test_a_sample_is_computed_again_with_its_prompt(made, monkeypatch):
+    """It shares the prompt's pages, which are then those of other weights."""
+    allocate, asked = carried_cache.HostPieces.allocate, []
+
+    def all_but_the_first(self, num_bytes):
+        asked.append(num_bytes)
+        return allocate(self, num_bytes) if len(asked) > 1 else None
+
+    monkeypatch.setattr(carried_cache.HostPieces, "allocate", all_but_the_first)
+    first, *others = [each for each, _ in continued(begun_engine(made("whole")), begun())]
+    assert first.cache_bytes == 0 < min(each.cache_bytes for each in others)
 
 
 def test_a_cache_is_restored_once(made):

@@ -181,11 +181,11 @@ class PartialRollouts:
     def _cache_metrics(self, carried: list[InWork]) -> dict[str, float]:
         """Return this rank's part of the metrics of what is computed again and what is kept."""
         stats = self._engine.stats
-        kept = {
-            "reused_tokens": stats.reused_tokens,
-            "carried_gb": sum(each.begun.cache_bytes for each in carried) / 1e9,
-        }
-        return {"prefill_tokens": stats.prefill_tokens} | (kept if self._config.rollout.keep_kv_cache else {})
+        metrics: dict[str, float] = {"prefill_tokens": stats.prefill_tokens}
+        if self._config.rollout.keep_kv_cache:
+            num_bytes = sum(each.begun.cache_bytes for each in carried)
+            metrics |= {"reused_tokens": stats.reused_tokens, "carried_gb": num_bytes / 1e9}
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores, as JSON values: on every rank what all ranks carry."""
