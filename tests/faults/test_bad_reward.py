@@ -1,6 +1,7 @@
 """Rewards that eat, fork, print, hang, leave and lie: each costs its own sample and nobody else."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_what_ends_one_sample_in_any_way_leaves_the_run_and_is_told(tmp_path):
         *("--task.reward-memory-gb", "1", "--num-steps", "3", "--evaluate.num-prompts", "0"),
     )
     assert run.wait() == 0, run.said
-    assert all(f"samples: {cause}: " in run.said for cause in CAUSES), run.said
+    assert all(re.search(f"no reward for .* samples?: {cause}: ", run.said) for cause in CAUSES), run.said
     assert runs.num_steps(tmp_path / "run") == 3 and not run.processes()
 
 
