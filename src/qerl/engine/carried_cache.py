@@ -38,10 +38,9 @@ class HostPieces:
         if (self.num_made + num_new) * _PIECE_BYTES > self._most_bytes:
             return None
         self.num_made += num_new
-        return [*map(self._new, range(num_new)), *(self._free.pop() for _ in range(num - num_new))]
-
-    def _new(self, _: int) -> Tensor:
-        return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
+        kind = {"dtype": torch.uint8, "pin_memory": self._is_pinned}
+        new = [torch.empty(_PIECE_BYTES, **kind) for _ in range(num_new)]
+        return new + [self._free.pop() for _ in range(num - num_new)]
 
     def release(self, pieces: list[Tensor]) -> None:
         """Take pieces back; the current stream finishes its copies from them before it writes to them."""
@@ -85,7 +84,8 @@ class CarriedCache:
             return None
         carried = cls(host, pieces, shapes, places)
         for (x, indices), parts in zip(each, carried._parts(), strict=True):
-            _copy(parts, x.index_select(1, indices).flatten(), to_host=True)
+            for part, found in _pairs(parts, x.index_select(1, indices)):
+                part.copy_(found, non_blocking=True)
         return carried
 
     def contents(self, device: torch.device) -> Iterator[Tensor]:
@@ -93,7 +93,8 @@ class CarriedCache:
         assert self._pieces or not any(map(torch.Size.numel, self._shapes)), "this cache was restored before"
         for shape, parts in zip(self._shapes, self._parts(), strict=True):
             x = torch.empty(shape, dtype=torch.uint8, device=device)
-            _copy(parts, x.flatten(), to_host=False)
+            for part, target in _pairs(parts, x):
+                target.copy_(part, non_blocking=True)
             yield x
         self._release()
 
@@ -122,7 +123,6 @@ class CarriedCache:
         self._release()
 
 
-def _copy(parts: list[Tensor], flat: Tensor, *, to_host: bool) -> None:
-    for part, here in zip(parts, flat.split([len(part) for part in parts]), strict=True):
-        target, source = (part, here) if to_host else (here, part)
-        target.copy_(source, non_blocking=True)
+def _pairs(parts: list[Tensor], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return (part, the elements of whole that belong there) of each part."""
+    return zip(parts, whole.flatten().split([len(part) for part in parts]), strict=True)

@@ -106,11 +106,12 @@ class Generation:
         """Copy what the cache holds of the groups' unfinished samples, for the call that continues them."""
         self._read_all()
         admitted = [group for group in groups if group.pages]
-        for group, carried in zip(admitted, self._cache.carry([g.span for g in admitted]), strict=True):
-            group.carried = carried
-        running = [s for g in admitted if g.carried is not None for s in g.samples_G if s.is_running]
-        for s, carried in zip(running, self._cache.carry([s.span for s in running]), strict=True):
-            s.carried = carried
+        self._copy_out(admitted)
+        self._copy_out([s for g in admitted if g.carried is not None for s in g.samples_G if s.is_running])
+
+    def _copy_out(self, holders: Sequence[LiveGroup | LiveSample]) -> None:
+        for holder, carried in zip(holders, self._cache.carry([h.span for h in holders]), strict=True):
+            holder.carried = carried
 
     def abort(self, groups: list[LiveGroup]) -> None:
         """Remove the groups' unfinished samples, once the bursts that compute them have been read."""

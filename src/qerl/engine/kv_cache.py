@@ -179,10 +179,9 @@ class KVCache:
         rows = [row for row, place in enumerate(carried.places) if place in span.windowed]
         windowed = [span.windowed[carried.places[row]] for row in rows]
         selected = self._selected(span.own_pages(self.page_tokens), windowed, span.slot)
-        rows_W = sent(torch.tensor(rows, dtype=torch.long), self.k.device)
         for (x, indices), copy in zip(selected, carried.contents(self.k.device), strict=True):
             if copy.shape[1] > len(indices):  # it held more pages of a window
-                copy = copy.index_select(1, rows_W)
+                copy = copy.index_select(1, self._indices(rows))
             x.view(torch.uint8).index_copy_(1, indices, copy)
 
     def _selected(
@@ -193,10 +192,14 @@ class KVCache:
         of_windows = [] if self.windowed is None else self.windowed.tensors
         states = [] if self.states is None else [self.states.conv, self.states.state]
         found = []
-        for tensors, indices in ((whole, pages), (of_windows, windowed), (states, slot)):
-            place = sent(torch.tensor(indices, dtype=torch.long), self.k.device)
-            found += [(x, place) for x in tensors]
+        for tensors, places in ((whole, pages), (of_windows, windowed), (states, slot)):
+            if tensors:
+                indices = self._indices(places)
+                found += [(x, indices) for x in tensors]
         return found
+
+    def _indices(self, places: list[int]) -> Tensor:
+        return sent(torch.tensor(places, dtype=torch.long), self.k.device)
 
     def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
         """For each (num_positions, source pages, target pages), copy the page that num_positions fill

@@ -81,8 +81,7 @@ def _value(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> flo
 
 def failure_of(name: str, error: BaseException) -> Failure:
     """Return the Failure for an error raised by the code of this name; the cause has the error's type."""
-    kind, is_own = type(error).__name__, type(error).__module__.startswith("qerl.")
-    text = str(error) if is_own else "".join(traceback.format_exception_only(error)).strip()
+    kind, text = type(error).__name__, "".join(traceback.format_exception_only(error)).strip()
     first, _, said = text.partition(": ")
     reason = redact(" ".join((said if first.rpartition(".")[2] == kind else text).split()))
     return Failure(f"raised {kind}", f"{name}: {reason[:300]}".removesuffix(": ") + _place(error))

@@ -284,8 +284,7 @@ class Journal:
     def _tell_stopped(self) -> None:
         with suppress(OSError, RunError, UserError):  # of a damaged file, a full disk or a closed console
             saved = self.last_saved
-            resumes = f"step {saved} is saved; the same command resumes from it"
-            self.notice(f"stopped at once; {resumes if saved else 'no step is saved'}")
+            self.notice(f"stopped at once; {resumes_from(saved) if saved else 'no step is saved'}")
 
     def _record(self, log: StepLog, step_s: float) -> None:
         metrics = {"memory_gb": memory_gb(), **log.metrics, **self._stopwatch.take(), **self._carried}
@@ -359,6 +358,10 @@ class NullJournal:
 
     def __enter__(self) -> Self:
         return self
+
+
+def resumes_from(num_steps: int) -> str:
+    return f"step {num_steps} is saved; the same command resumes from it"
 
 
 def memory_gb() -> float:

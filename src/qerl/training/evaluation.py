@@ -58,8 +58,9 @@ def sample_and_score(
 ) -> tuple[list[Group], list[list[float | None]]]:
     """Return the samples of every prompt and their rewards. notice: gets the progress, at most every 15 s."""
     told = None if notice is None else _progress(notice, len(prompts), sampling.temperature)
-    asked = {"num_samples": num_samples, "sampling": sampling, "seed": seed, "step": EVALUATION_STEP}
-    groups = engine.generate(prompts, on_burst=told, **asked)
+    groups = engine.generate(
+        prompts, num_samples=num_samples, sampling=sampling, seed=seed, step=EVALUATION_STEP, on_burst=told
+    )
     rewards_P_G = score(groups)
     assert [len(rewards_G) for rewards_G in rewards_P_G] == [num_samples] * len(prompts)
     return groups, rewards_P_G

@@ -114,9 +114,7 @@ class PartialRollouts:
             return learned, carried
         by_number = {each.number: each for each in in_work}
         own_learned = [(number, [packed(s) for s in group.samples_G]) for number, group in learned]
-        own_carried = [
-            (each.number, [packed(s) for s in each.begun.without_cache().samples_G]) for each in carried
-        ]
+        own_carried = [(n, [packed(s) for s in begun.without_cache().samples_G]) for n, _, begun in carried]
         learned = []  # the caches of what this rank carries stay here
         for index, (rank_learned, rank_carried) in enumerate(self._ranks.gather((own_learned, own_carried))):
             for number, samples_G in rank_learned:

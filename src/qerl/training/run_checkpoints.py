@@ -15,6 +15,7 @@ from qerl.learner.checkpoint import CheckpointError
 from qerl.learner.distributed import Ranks
 from qerl.learner.host_copy import HostCopy
 from qerl.tracking import Journal, NullJournal
+from qerl.tracking.journal import resumes_from
 from qerl.tracking.report import write_report
 from qerl.training.checkpoint_writer import CheckpointWriter
 
@@ -124,7 +125,7 @@ class RunCheckpoints:
     def tell_saved(self) -> None:
         """Say how a run that ends now is resumed."""
         if self._last_saved:
-            self._journal.notice(f"step {self._last_saved} is saved; the same command resumes from it")
+            self._journal.notice(resumes_from(self._last_saved))
 
     def _is_away(self) -> bool:
         return self._ranks.is_first and self._journal.place() != self._folder

@@ -369,10 +369,10 @@ class _Session:
             self.journal.notice(text)
 
     def measure(self, sampling: Sampling) -> evaluation.Evaluation:
+        seed, score = self.config.seed, self.rewards.score
         notice = self.journal.notice if self.ranks.count == 1 else None  # a rank knows of its own share only
-        asked = {"num_samples": 1, "sampling": sampling, "seed": self.config.seed, "notice": notice}
         groups, rewards_P_G = evaluation.sample_and_score(
-            self.sampler, self.rewards.score, self.prompts, **asked
+            self.sampler, score, self.prompts, num_samples=1, sampling=sampling, seed=seed, notice=notice
         )
         threshold = self.config.evaluate.success_threshold
         return evaluation.summarize(rewards_P_G, list(map(evaluation.sampled_tokens, groups)), threshold)
