@@ -22,12 +22,12 @@ class RolloutConfig:
     """partial: number of prompts that are sampled beyond num_prompts; at most num_prompts."""
 
     max_staleness: int = 2
-    """partial: a step waits for the groups that were begun this many steps before it."""
+    """partial: a step waits for the groups that were begun this many steps before it, the oldest allowed."""
 
     keep_kv_cache: bool = False
-    """partial: copy the keys and values of unfinished samples to host memory, if it has room, and back, so
-    that the next step does not compute them again; they are then those of the weights that sampled the
-    tokens. The step after each checkpoint.every steps computes them again. Not with engine.exact."""
+    """partial: keep the keys and values of unfinished samples in host memory, if it has room, so that the
+    next step does not compute them again; it then attends to those of older weights. The step after each
+    checkpoint.every steps computes them again. Not with engine.exact, nor on transformers' own code."""
 
     def __post_init__(self):
         check_not_negative(self, "extra_prompts", prefix="rollout.")
