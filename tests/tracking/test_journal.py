@@ -572,3 +572,16 @@ def test_a_killed_process_leaves_whole_lines_and_no_lock(tmp_path):
     with open_journal(tmp_path):
         steps = [record["step"] for record in records(tmp_path)]
     assert steps == list(range(len(steps))) and len(steps) >= 3
+
+
+def test_a_start_that_fails_leaves_no_lock(tmp_path):
+    """In a notebook the process goes on."""
+    with open_journal(tmp_path):
+        pass
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match="cannot write a run to"):
+        open_journal(tmp_path)
+    (tmp_path / "metrics.jsonl").rmdir()
+    with open_journal(tmp_path):
+        assert records(tmp_path) == []

@@ -74,10 +74,15 @@ class Journal:
         try:
             self._made = make_folder(folder)
             self._lock = Lock(folder)
-            self._metrics, self._events = (JsonLines(folder / f"{n}.jsonl") for n in ("metrics", "events"))
-            self._samples = SampleFiles(folder)
-            sync_path(folder)
-            self._place = OpenFolder(folder)
+            with ExitStack() as unless_opened:
+                unless_opened.callback(self._lock.close)  # os.register_at_fork refers to its file
+                self._metrics, self._events = (
+                    JsonLines(folder / f"{n}.jsonl") for n in ("metrics", "events")
+                )
+                self._samples = SampleFiles(folder)
+                sync_path(folder)
+                self._place = OpenFolder(folder)
+                unless_opened.pop_all()
         except OSError as error:
             raise UserError(f"cannot write a run to {folder}: {error.strerror}; set another --out") from None
         self._folder, self._num_steps = folder, num_steps
