@@ -370,6 +370,15 @@ def test_nothing_in_a_checkpoint_is_a_pickle(folder):
     assert checkpoint.find_damage(folder / "step-000005") is None
 
 
+def test_what_a_killed_copy_left_is_not_in_the_way_of_the_next(tmp_path):
+    saved(tmp_path / "from", 3)
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / ".unfinished-step-000003" / "half").mkdir(parents=True)
+    checkpoint.copy(tmp_path / "from" / "step-000003", folder)
+    assert [path.name for path in folder.iterdir()] == ["step-000003"]
+    assert checkpoint.find_damage(folder / "step-000003") is None
+
+
 @pytest.mark.parametrize("write", ["saved", "copied"])
 def test_a_checkpoint_and_every_name_above_it_are_on_the_disk(tmp_path, monkeypatch, write):
     synced, fsync = set(), os.fsync

@@ -124,6 +124,7 @@ def copy(path: Path, folder: Path) -> None:
     """Copy a checkpoint of another run into a folder of checkpoints."""
     require(_NAME.fullmatch(path.name) is not None, f"{path}: a checkpoint's name is step- and its step")
     unfinished = folder / (_UNFINISHED + path.name)
+    _remove_unfinished(folder)
     make_folder(folder)
     shutil.copytree(path, unfinished)
     for file in [*unfinished.iterdir(), unfinished]:
