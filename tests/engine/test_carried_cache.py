@@ -271,6 +271,18 @@ def test_a_sample_is_computed_again_with_its_prompt(made, monkeypatch):
     assert first.cache_bytes == 0 < min(each.cache_bytes for each in others)
 
 
+def test_what_samples_have_from_an_earlier_call_is_dropped_with_their_prompts(made, monkeypatch):
+    """Here of all that wait for a row when the host has no memory left."""
+    decoder = made("whole")
+    groups = [each for each, _ in continued(begun_engine(decoder), begun())]
+    assert all(s.cache for each in groups for s in each.samples_G if not s.finish)
+    engine = begun_engine(decoder, max_num_seqs=4)
+    monkeypatch.setattr(carried_cache.HostPieces, "allocate", lambda *given: None)
+    groups = [each for each, _ in continued(engine, groups, num_bursts=1) if not each.is_complete]
+    begun_again = [each for each in groups if each.cache is None]
+    assert begun_again and not any(s.cache for each in begun_again for s in each.samples_G)
+
+
 def test_a_cache_is_restored_once(made):
     engine = begun_engine(made("whole"))
     groups = [each for each, _ in continued(engine, begun())]

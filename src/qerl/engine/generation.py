@@ -107,6 +107,10 @@ class Generation:
         self._read_all()
         admitted = [group for group in groups if group.pages]
         self._copy_out(admitted)
+        for group in admitted:
+            if group.carried is None:  # samples are computed again with their prompt
+                for s in group.samples_G:
+                    s.carried = None
         self._copy_out([s for g in admitted if g.carried is not None for s in g.samples_G if s.is_running])
 
     def _copy_out(self, holders: Sequence[LiveGroup | LiveSample]) -> None:
