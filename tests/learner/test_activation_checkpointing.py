@@ -116,6 +116,16 @@ def test_inputs_that_the_host_has_no_room_for_stay_on_the_device(monkeypatch):
     assert not any(value for value in vars(kept).values() if isinstance(value, dict))
 
 
+def test_host_memory_counts_as_it_is_pinned(monkeypatch):
+    """In powers of two: 24 bytes, in pieces of at most 16, take 16 and 8, and 20 take 16 and 4."""
+    monkeypatch.setattr(kept_on_host, "_PIECE_BYTES", 16)
+    for numbers, most_bytes, num_hosted in ((6, 48, 2), (6, 47, 1), (5, 40, 2), (7, 63, 1)):
+        kept = OnHost(CPU, None, most_bytes)
+        for index in range(3):
+            kept.put(index, torch.randn(numbers))
+        assert len(kept._hosted) == num_hosted
+
+
 def test_the_hosts_room_is_the_containers_where_that_is_less(tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert usable_host_bytes(tmp_path) == float("inf")

@@ -5,7 +5,7 @@ two of them are on the device meanwhile. Inputs for which the host has no room s
 the last layers, which are needed first.
 
 torch pins memory in powers of two bytes, so a tensor is kept in pieces of 256 MiB: 3.93 GB, the input of a
-layer of 4,096 columns for 240,000 rows, would take 4.29 GB otherwise.
+layer of 4,096 columns for 240,000 rows, would take 4.29 GB otherwise. The last piece counts as what it takes.
 """
 
 import dataclasses
@@ -59,15 +59,17 @@ class OnHost:
         self._coming: dict[int, _Copy] = {}
 
     def put(self, layer_index: int, h_TD: Tensor) -> None:
-        if h_TD.nbytes > self._left_bytes:
+        num_bytes = _pinned_bytes(h_TD.nbytes)
+        if num_bytes > self._left_bytes:
             self._left_bytes = 0  # all that follow stay too
             self._staying[layer_index] = h_TD
             return
-        self._left_bytes -= h_TD.nbytes
+        self._left_bytes -= num_bytes
+        h_TD = h_TD.contiguous()
         if len(self._leaving) == _LEAVING:
             self._leaving.pop(min(self._leaving)).wait()
         self._hosted[layer_index] = hosted = _HostTensor(h_TD, is_pinned=self._stream is not None)
-        pairs = [(piece, part) for part, piece in hosted.pairs(h_TD.contiguous())]
+        pairs = [(piece, part) for part, piece in hosted.pairs(h_TD)]
         self._leaving[layer_index] = self._copy(h_TD, pairs)
 
     def take(self, layer_index: int) -> Tensor:
@@ -103,3 +105,9 @@ class OnHost:
             is_done = torch.cuda.Event()
             is_done.record()
         return _Copy(h_TD, is_done)
+
+
+def _pinned_bytes(num_bytes: int) -> int:
+    """Return the host memory that pieces for so many bytes take."""
+    whole, rest = divmod(num_bytes, _PIECE_BYTES)
+    return whole * _PIECE_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
