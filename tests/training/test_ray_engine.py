@@ -19,6 +19,7 @@ from qerl.models.adapter import adapter_tensors
 from qerl.models.tokenizer import load_tokenizer
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
+from qerl.training import ray_engine
 from qerl.training.multi_turn import EnvironmentEpisodes
 from qerl.training.policy import load_sampler
 from qerl.training.ray_engine import Cluster, check_reachable, join_cluster, with_round
@@ -279,3 +280,11 @@ def test_being_ahead_needs_workers_and_a_correction():
         RunConfig(ray=RayConfig(max_staleness=1))
     with pytest.raises(UserError, match=r"ray\.max_staleness needs"):
         RunConfig(ray=RayConfig(address="local", max_staleness=1), algo=AlgoConfig(importance="none"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "index"),
+    [("3", None, 3), ("3", "2,3", 1), ("GPU-b", "GPU-a, GPU-b", 1), ("0", "0", 0)],
+)
+def test_the_gpu_that_ray_reserves_is_counted_among_the_visible(gpu, visible, index):
+    assert ray_engine._index_of(gpu, visible) == index

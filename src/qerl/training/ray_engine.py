@@ -137,8 +137,13 @@ def _reserve_gpu(ray: Any) -> Any:
     node_id = ray.get_runtime_context().get_node_id()
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
     keeper = ray.remote(num_cpus=0, num_gpus=1, scheduling_strategy=here)(_GpuReservation).remote()
-    torch.cuda.set_device(int(ray.get(keeper.gpu.remote())))
+    torch.cuda.set_device(_index_of(ray.get(keeper.gpu.remote()), os.environ.get("CUDA_VISIBLE_DEVICES")))
     return keeper
+
+
+def _index_of(gpu: str, visible: str | None) -> int:
+    """Return torch's index of a GPU that Ray names by its number, or as CUDA_VISIBLE_DEVICES does if set."""
+    return int(gpu) if visible is None else [each.strip() for each in visible.split(",")].index(gpu)
 
 
 class _GpuReservation:
