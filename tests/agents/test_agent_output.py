@@ -1,7 +1,9 @@
 """An agent whose programs print hundreds of megabytes: neither memory nor time goes to them."""
 
+import json
 import os
 import re
+import select
 import subprocess
 import sys
 import time
@@ -11,6 +13,8 @@ import pytest
 from agent_episodes import load_tiny, playing
 
 from qerl.config import TaskConfig
+from qerl.serve.agents.outcomes import Outcome, OutcomePipe
+from qerl.tasks.scoring import Failure
 from qerl.tasks.worker_process import MOST_PRINTED
 
 pytest.importorskip("starlette")
@@ -79,3 +83,17 @@ def test_an_agent_that_keeps_more_than_its_memory_loses_that_episode_alone(model
     fine, kept, after = (group.samples_G[0] for group in groups)
     assert (fine.failure, after.failure) == (None, None) and kept.reward is None
     assert kept.failure[0] == "raised MemoryError"
+
+
+def test_a_long_reason_in_any_script_fits_in_a_line_that_is_not_torn(monkeypatch):
+    """A pipe takes 4,096 bytes at once; what is cut first is the metrics."""
+    pipe, lines = OutcomePipe(), []
+    monkeypatch.setattr(os, "write", lambda end, line: lines.append(line))
+    for text in ("\N{GRINNING FACE}" * 600, "\0" * 600, "\ud800" * 600):
+        failure = Failure(cause=text, message=text)
+        pipe.say_ended(1, 2, Outcome(failure=failure, metrics={f"m{i}" * 50: 0.5 for i in range(32)}))
+    monkeypatch.undo()
+    assert len(lines) == 3 and all(len(line) <= select.PIPE_BUF for line in lines)
+    call, index, reward, (cause, message), metrics = json.loads(lines[0])
+    assert (call, index, reward, metrics) == (1, 2, None, {})
+    assert (cause, message) == ("\N{GRINNING FACE}" * 100, "\N{GRINNING FACE}" * 500)

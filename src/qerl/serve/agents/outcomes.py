@@ -70,10 +70,8 @@ class OutcomePipe:
         self._write([call, index, outcome.reward, failure, outcome.metrics])
 
     def _write(self, values: list[Any]) -> None:
-        line = json.dumps(values).encode() + b"\n"
-        if len(line) > _MAX_LINE_BYTES:
-            line = json.dumps([*values[:4], {}]).encode() + b"\n"
-        os.write(self._write_end, line)
+        line = _line(values)
+        os.write(self._write_end, line if len(line) <= _MAX_LINE_BYTES else _line([*values[:4], {}]))
 
     def _read(self) -> None:
         with os.fdopen(self._read_end, "rb") as lines:
@@ -98,3 +96,8 @@ class OutcomePipe:
 
 
 def _ignore(index: int) -> None: ...
+
+
+def _line(values: list[Any]) -> bytes:
+    """Return the line in UTF-8: escapes of 600 emojis would take 7,200 bytes."""
+    return json.dumps(values, ensure_ascii=False).encode(errors="replace") + b"\n"
