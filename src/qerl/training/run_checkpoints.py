@@ -18,6 +18,8 @@ from qerl.tracking import Journal, NullJournal
 from qerl.tracking.journal import resumes_from
 from qerl.tracking.report import write_report
 from qerl.training.checkpoint_writer import CheckpointWriter
+from qerl.training.observer import Observer
+from qerl.training.signals import StopSignal
 
 
 class RunCheckpoints:
@@ -65,6 +67,32 @@ class RunCheckpoints:
     def is_due(self, next_step: int, num_steps: int) -> bool:
         """True if a checkpoint is due before this step, or the run's folder has been moved."""
         return next_step % self._config.every == 0 or next_step == num_steps or self._is_away()
+
+    def end_step(
+        self,
+        step: int,
+        num_steps: int,
+        stop: StopSignal,
+        observer: Observer,
+        metrics: dict[str, float],
+        extra: dict[str, Any] | None = None,
+    ) -> bool:
+        """Save if due; return True if the run is to stop here. A signal to any rank stops all of them, after
+        the first one has saved. extra: as in `save`."""
+        next_step, ranks = step + 1, self._ranks
+        self.finished(next_step, extra)
+        asked = observer.after_step(step, metrics)
+        all_asked = ranks.gather((stop.requested or 0, asked.save, asked.stop))
+        requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))  # a later signal: next step
+        saves = bool(requested or asks_save or asks_stop or self.is_due(next_step, num_steps))
+        if saves:
+            self.save(next_step, extra, waits=observer.reads_checkpoints)
+        observer.finished(step, is_saved=saves)
+        ranks.take_traffic()
+        if requested:
+            ranks.gather(None)
+            stop.request(requested)  # when one rank ends, torchrun signals the others
+        return bool(requested or asks_stop)
 
     def save(self, next_step: int, extra: dict[str, Any] | None = None, *, waits: bool = False) -> None:
         """Begin to save where the folder is now, and wait for the end if asked to; raise RunError, after

@@ -283,21 +283,9 @@ class _Session:
             self.journal.notice(line)
 
     def save(self, step: int) -> bool:
-        """Save if due. A signal to any rank stops all of them, after the first one has saved."""
-        self.checkpoints.finished(step + 1, self.extra_state())
-        asked = self.observer.after_step(step, self.metrics)
-        all_asked = self.ranks.gather((self.stop.requested or 0, asked.save, asked.stop))
-        requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))  # a later signal: next step
-        is_due = self.checkpoints.is_due(step + 1, self.config.num_steps)
-        saves = bool(requested or is_due or asks_save or asks_stop)
-        if saves:
-            self.checkpoints.save(step + 1, self.extra_state(), waits=self.observer.reads_checkpoints)
-        self.observer.finished(step, is_saved=saves)
-        self.ranks.take_traffic()
-        if requested:
-            self.ranks.gather(None)
-            self.stop.request(requested)  # when one rank ends, torchrun signals the others
-        return bool(requested or asks_stop)
+        """See RunCheckpoints.end_step."""
+        ends = self.checkpoints.end_step
+        return ends(step, self.config.num_steps, self.stop, self.observer, self.metrics, self.extra_state())
 
     def extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the learner, as JSON values."""

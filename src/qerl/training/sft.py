@@ -171,16 +171,18 @@ class _SftSession:
         if first_step == 0:
             self.evaluate("before")
         self.ranks.take_traffic()  # that of a step begins with it
+        ends = self.checkpoints.end_step
         with self.stop.deferred(), self.checkpoints:
             try:
                 for step in range(first_step, self.config.num_steps):
                     self.step(step)
-                    if self.save(step):
+                    if ends(step, self.config.num_steps, self.stop, self.observer, self.metrics):
                         break
             except RankLost:
                 self.checkpoints.save_finished()
                 raise
         if self.stop.requested is not None:
+            self.checkpoints.tell_saved()
             raise SystemExit(self.stop.exit_code)
         self.evaluate("after")
         train_s = self.ranks.from_first(lambda: sum(step["step_s"] for step in self.journal.steps()))
@@ -267,23 +269,6 @@ class _SftSession:
         line = check_quantization(self.decoder, model.path, model.format, tokens, "the data's rows", _ADVICE)
         if line is not None:
             self.journal.notice(line)
-
-    def save(self, step: int) -> bool:
-        """Save if due. A signal to any rank stops all of them, after the first one has saved."""
-        self.checkpoints.finished(step + 1)
-        asked, next_step = self.observer.after_step(step, self.metrics), step + 1
-        all_asked = self.ranks.gather((self.stop.requested or 0, asked.save, asked.stop))
-        requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))
-        is_due = self.checkpoints.is_due(next_step, self.config.num_steps)
-        saves = bool(requested or is_due or asks_save or asks_stop)
-        if saves:
-            self.checkpoints.save(next_step, waits=self.observer.reads_checkpoints)
-        self.observer.finished(step, is_saved=saves)
-        self.ranks.take_traffic()
-        if requested:
-            self.ranks.gather(None)
-            self.stop.request(requested)  # when one rank ends, torchrun signals the others
-        return bool(requested or asks_stop)
 
     def result(self) -> dict[str, float]:
         return {f"eval_nll_{moment}": figures["nll"] for moment, figures in self.losses.items()}
