@@ -284,11 +284,14 @@ def compile_cubin(file: str, defines: Mapping[str, int], architecture: str) -> b
             [name.encode() for name in headers],
         )
     )
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(result) != 0:
-        raise RuntimeError(f"NVRTC cannot compile {file}: {result}\n{program_log(program)}")
-    cubin = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
-    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(result) != 0:
+            raise RuntimeError(f"NVRTC cannot compile {file}: {result}\n{program_log(program)}")
+        cubin = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
+        checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    finally:
+        checked(nvrtc.nvrtcDestroyProgram(program))
     return cubin
 
 
