@@ -8,7 +8,6 @@ process could stop. The child's limit is processor time, so that a busy machine 
 ends it, whatever it is doing. Works in any thread.
 """
 
-import contextlib
 import json
 import os
 import resource
@@ -18,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
 import jinja2.ext
@@ -26,7 +24,7 @@ import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import RunError, UserError
-from qerl.tasks.worker_process import OWN_ENDS, ForkedProcess, fork_process, signal_name
+from qerl.tasks.worker_process import OWN_ENDS, ForkedProcess, fork_process, limit_memory, signal_name
 
 # Imported before a fork: after it, a module that another thread was importing cannot be imported.
 assert jinja2.ext and jinja2.sandbox
@@ -165,9 +163,4 @@ def _set_up(pipe: Connection) -> None:
     os.closerange(3, pipe.fileno())
     os.closerange(pipe.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
-        mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = mapped_bytes + MAX_MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
+        limit_memory(MAX_MEMORY_BYTES)

@@ -320,19 +320,21 @@ def _set_up_worker(output: int, memory_bytes: int) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a job may have killed its keeper
-        _limit(memory_bytes)
+        limit_memory(memory_bytes)
+        num_tasks = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+        _limit(resource.RLIMIT_NPROC, num_tasks + MORE_TASKS)
 
 
-def _limit(memory_bytes: int) -> None:
-    """Set soft limits: a reward may raise them."""
+def limit_memory(num_bytes: int) -> None:
+    """Let this process map so many bytes more, by a soft limit, and be killed first if memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    num_tasks = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
-    for kind, most in (
-        (resource.RLIMIT_AS, mapped_bytes + memory_bytes),
-        (resource.RLIMIT_NPROC, num_tasks + MORE_TASKS),
-    ):
-        soft, hard = resource.getrlimit(kind)
-        known = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
-        resource.setrlimit(kind, (min([most, *known]), hard))
+    _limit(resource.RLIMIT_AS, mapped_bytes + num_bytes)
+
+
+def _limit(kind: int, most: int) -> None:
+    """Set a soft limit: a reward may raise it."""
+    soft, hard = resource.getrlimit(kind)
+    known = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+    resource.setrlimit(kind, (min([most, *known]), hard))
