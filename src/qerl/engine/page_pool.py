@@ -20,17 +20,13 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low pages first
         self._ref_counts = [0] * num_pages
         self._keep_counts = [0] * num_pages
-        self._num_kept = 0
+        self.num_kept = 0
+        """Number of kept pages without an owner."""
 
     @property
     def num_free(self) -> int:
         """Number of pages that may be allocated, kept ones included."""
-        return len(self._free) + self._num_kept
-
-    @property
-    def num_kept(self) -> int:
-        """Number of kept pages without an owner."""
-        return self._num_kept
+        return len(self._free) + self.num_kept
 
     @property
     def num_used(self) -> int:
@@ -54,7 +50,7 @@ class PagePool:
         """Add an owner to each page and return the same pages."""
         for page in pages:
             assert self._ref_counts[page] + self._keep_counts[page] > 0, f"page {page} is free"
-            self._num_kept -= self._ref_counts[page] == 0
+            self.num_kept -= self._ref_counts[page] == 0
             self._ref_counts[page] += 1
         return list(pages)
 
@@ -64,7 +60,7 @@ class PagePool:
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
                 if self._keep_counts[page]:
-                    self._num_kept += 1
+                    self.num_kept += 1
                 else:
                     self._free.append(page)
 
@@ -79,5 +75,5 @@ class PagePool:
             assert self._keep_counts[page] > 0, f"page {page} is not kept"
             self._keep_counts[page] -= 1
             if self._ref_counts[page] == self._keep_counts[page] == 0:
-                self._num_kept -= 1
+                self.num_kept -= 1
                 self._free.append(page)

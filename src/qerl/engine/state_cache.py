@@ -48,11 +48,6 @@ class StateCache:
     def num_bytes(self) -> int:
         return self.conv.nbytes + self.state.nbytes
 
-    @property
-    def resident_bytes(self) -> int:
-        """Device memory that the cache keeps while it is not present."""
-        return self.num_bytes if self._memory.is_kept else 0
-
     def of_layer(self, layer_index: int) -> tuple[Tensor, Tensor]:
         """Return views of the slots of one layer, [num_slots + 1, W - 1, C] and [num_slots + 1, N, H, V]."""
         place = self._places[layer_index]

@@ -16,7 +16,6 @@ from qerl.kernels.architectures import CudaArchitecture, architecture_of
 from qerl.kernels.head_sample import CHUNK, HeadSample
 from qerl.kernels.nvrtc import addresses, compiled
 
-_LINE_BYTES = 128
 _MOST_STAGES = 8
 
 

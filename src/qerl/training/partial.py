@@ -73,7 +73,7 @@ class PartialRollouts:
             rewards_P_G = scores.rewards(learned)
         groups_P = with_advantages(config, groups_P, rewards_P_G)
         log.add(**rollout_metrics(config, groups_P), rounds=1, **scores.metrics)
-        log.add(**self._metrics(groups_P, resumed, step))
+        log.add(**self._metrics(groups_P, resumed))
         log.add(**{name: sum(each[name] for each in counts) for name in counts[0]})
         return groups_P
 
@@ -155,7 +155,7 @@ class PartialRollouts:
         prompt = self._train_prompts(seed_step, self._config.num_prompts, 0)[place]
         return BegunGroup(prompt=prompt, seed_step=seed_step, samples_G=samples_G)
 
-    def _metrics(self, learned: list[Group], resumed: list[InWork], step: int) -> dict[str, float]:
+    def _metrics(self, learned: list[Group], resumed: list[InWork]) -> dict[str, float]:
         """Return what was carried and resumed, in unfinished samples, and the learned tokens' staleness: the
         versions since theirs, and the share of tokens of earlier versions."""
         version = self._engine.version

@@ -326,8 +326,8 @@ def _digests(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[
     """Return (number of messages, digest of these) for each beginning that ends with an answer of the model,
     and for all messages. Messages of the assistant that follow each other are one: an API that has an item
     for every part of an answer sends it back so."""
-    digest, found, merged = _text_of(dict(variables)), list[tuple[int, str]](), dict[str, Any] | None
-    merged = None
+    digest, found = _text_of(dict(variables)), list[tuple[int, str]]()
+    merged: dict[str, Any] | None = None
     for number, message in enumerate(messages, 1):
         if message["role"] == "assistant":
             merged = _merged(merged, message)
