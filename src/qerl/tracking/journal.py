@@ -76,9 +76,8 @@ class Journal:
             self._lock = Lock(folder)
             with ExitStack() as unless_opened:
                 unless_opened.callback(self._lock.close)  # os.register_at_fork refers to its file
-                self._metrics, self._events = (
-                    JsonLines(folder / f"{n}.jsonl") for n in ("metrics", "events")
-                )
+                self._metrics = JsonLines(folder / "metrics.jsonl")
+                self._events = JsonLines(folder / "events.jsonl")
                 self._samples = SampleFiles(folder)
                 sync_path(folder)
                 self._place = OpenFolder(folder)

@@ -74,7 +74,21 @@ def fine_tune(
         with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
             stop = StopSignal(journal.notice, echo_s=echo_s(ranks.count))
             with stop.handling():
-                return _finished(config, folder, journal, stop, ranks, tokenizer, rows, observer)
+                layout = checkpoint_notices(locate(config.model.path).open(), config.model.format)
+                notices = [*rows.notices, *layout]
+                require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
+                files = config.sft.data, config.sft.eval_data
+                journal.start(config, file_sources(*files) if ranks.is_first else {})
+                journal.check_sources(rows.sources, ("data set ",))
+                finished = complete_result(folder, journal, ranks)
+                if finished is not None:
+                    return finished
+                check_vanished(config, folder, journal)
+                result = _SftSession(config, folder, journal, stop, ranks, tokenizer, rows, observer).run()
+                journal.finish(result)
+                if ranks.is_first:
+                    write_report([folder], folder / "report.html")
+                return result
 
 
 def read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
@@ -109,32 +123,6 @@ def held_out_loss(config: RunConfig, data: str) -> tuple[float, int]:
         session = _SftSession(config, Path(config.out), journal, stop, ranks, tokenizer, rows, observer)
         session.resume()
         return session.mean_loss(), len(rows.evaluated)
-
-
-def _finished(
-    config: RunConfig,
-    folder: Path,
-    journal: Journal | NullJournal,
-    stop: StopSignal,
-    ranks: Ranks,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: SftRows,
-    observer: Observer,
-) -> dict[str, Any]:
-    layout = checkpoint_notices(locate(config.model.path).open(), config.model.format)
-    notices = [*rows.notices, *layout]
-    require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
-    journal.start(config, file_sources(config.sft.data, config.sft.eval_data) if ranks.is_first else {})
-    journal.check_sources(rows.sources, ("data set ",))
-    finished = complete_result(folder, journal, ranks)
-    if finished is not None:
-        return finished
-    check_vanished(config, folder, journal)
-    result = _SftSession(config, folder, journal, stop, ranks, tokenizer, rows, observer).run()
-    journal.finish(result)
-    if ranks.is_first:
-        write_report([folder], folder / "report.html")
-    return result
 
 
 class _SftSession:
