@@ -20,8 +20,7 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low pages first
         self._ref_counts = [0] * num_pages
         self._keep_counts = [0] * num_pages
-        self.num_kept = 0
-        """Number of kept pages without an owner."""
+        self.num_kept = 0  # pages without an owner
 
     @property
     def num_free(self) -> int:
