@@ -1,6 +1,7 @@
 """Partial rollouts: every sample is learned from once, bit for bit what it is without, and a kill changes
 nothing."""
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -131,6 +132,14 @@ def test_every_token_keeps_the_version_that_sampled_it(unbroken):
             several += len(spans) > 1
         assert measured["staleness"] == pytest.approx(sum(ages) / len(ages))
     assert several > 3
+
+
+def test_a_step_counts_the_tokens_that_it_sampled(unbroken):
+    """And not those of samples that it takes over; the version is the step."""
+    counts = collections.Counter()
+    for s in (s for groups, _ in unbroken for group in groups for s in group.samples_G):
+        counts.update(dict(s.versions or ((s.version, len(s.tokens_T)),)))
+    assert {step: m["sampled_tokens"] for step, (_, m) in enumerate(unbroken)} == counts
 
 
 def test_a_step_waits_for_what_is_as_old_as_max_staleness(decoder):
@@ -283,7 +292,8 @@ def test_little_memory_preempts_and_changes_nothing(decoder, unbroken):
         ({"algo": AlgoConfig(importance="none")}, "algo.importance none"),
         ({"algo": AlgoConfig(dynamic_sampling=True)}, "algo.dynamic_sampling"),
         ({"noise": NoiseConfig(scope="sample")}, "noise.scope sample"),
-        ({"rollout": RolloutConfig(partial=True, extra_prompts=9)}, "must not exceed num_prompts"),
+        ({"rollout": RolloutConfig(partial=True, extra_prompts=9)}, "num_prompts .*, got 9$"),
+        ({"rollout": RolloutConfig(partial=True)}, "num_prompts .*, got its default, 8$"),
         ({"rollout": KEEPS.rollout, "engine": EngineConfig(exact=True)}, "not work with engine.exact"),
     ],
 )

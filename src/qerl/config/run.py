@@ -221,10 +221,6 @@ class RunConfig:
         if not self.rollout.partial:
             return
         algo, extra = self.algo, self.rollout.extra_prompts
-        require(
-            extra <= self.num_prompts,
-            f"rollout.extra_prompts must not exceed num_prompts ({self.num_prompts}), got {extra}",
-        )
         for is_set, what in (
             (algo.importance == "none", "algo.importance none: older tokens need a correction"),
             (algo.branching != "none", f"algo.branching {algo.branching}"),
@@ -237,6 +233,9 @@ class RunConfig:
             require(not is_set, f"rollout.partial does not work with {what}")
         is_exact = self.engine.exact and self.rollout.keep_kv_cache
         require(not is_exact, "rollout.keep_kv_cache does not work with engine.exact")
+        got = f"got {extra}" if extra != RolloutConfig().extra_prompts else f"got its default, {extra}"
+        most = f"must not exceed num_prompts ({self.num_prompts})"
+        require(extra <= self.num_prompts, f"rollout.extra_prompts {most}, {got}")
 
     def _check_distil(self) -> None:
         algo, distil = self.algo, self.distil

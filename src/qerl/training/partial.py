@@ -156,8 +156,8 @@ class PartialRollouts:
         return BegunGroup(prompt=prompt, seed_step=seed_step, samples_G=samples_G)
 
     def _metrics(self, learned: list[Group], resumed: list[InWork]) -> dict[str, float]:
-        """Return what was carried and resumed, in unfinished samples, and the learned tokens' staleness: the
-        versions since theirs, and the share of tokens of earlier versions."""
+        """Return the step's own tokens, what was carried and resumed, in unfinished samples, and the learned
+        tokens' staleness: the versions since theirs, and the share of tokens of earlier versions."""
         version = self._engine.version
         of_tokens = [
             version - each
@@ -166,9 +166,12 @@ class PartialRollouts:
             for each, count in s.versions or ((s.version, len(s.logprobs_T)),)
             for _ in range(count)
         ]
+        carried_tokens = _num_tokens(self._carried)
+        learned_tokens = sum(len(s.tokens_T) for group in learned for s in group.samples_G)
         return {
+            "sampled_tokens": learned_tokens + carried_tokens - _num_tokens(resumed),
             "carried_samples": _num_unfinished(self._carried),
-            "carried_tokens": sum(len(s.tokens_T) for each in self._carried for s in each.begun.samples_G),
+            "carried_tokens": carried_tokens,
             "carried_complete_groups": sum(each.begun.is_complete for each in self._carried),
             "resumed_samples": _num_unfinished(resumed),
             "staleness": fmean(of_tokens),
@@ -207,6 +210,10 @@ class PartialRollouts:
             InWork(g["number"], g["first_step"], self._group(g["number"], [_read(s) for s in g["samples"]]))
             for g in stored["groups"]
         ]
+
+
+def _num_tokens(groups: list[InWork]) -> int:
+    return sum(len(s.tokens_T) for each in groups for s in each.begun.samples_G)
 
 
 def _num_unfinished(groups: list[InWork]) -> int:
