@@ -177,7 +177,8 @@ def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
         notices.append(f"{folder.name}/{path.name} is damaged ({damage})")
     if notices:
         raise CheckpointError(
-            f"{'; '.join(notices)}; no checkpoint is intact: remove {folder} to start from the beginning"
+            f"{'; '.join(notices)}; no checkpoint is intact: put back a copy of {folder}, or remove it and"
+            " train from the beginning with --accept-changes"
         )
     return None, []
 
