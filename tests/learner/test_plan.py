@@ -459,6 +459,11 @@ def test_the_page_shows_what_the_command_prints(capsys):
     assert printed in (ROOT / "docs" / "fitting.md").read_text()
 
 
+def test_samples_are_not_longer_on_the_mean_than_at_most():
+    with pytest.raises(UserError, match=r"mean_tokens must not exceed sample\.max_tokens \(1024\), got 1025"):
+        command(["plan", "qwen2.5-7b", "--gpu-gb", "80", "--mean-tokens", "1025"])
+
+
 def test_it_says_so_where_nothing_helps(capsys):
     with pytest.raises(SystemExit, match=r"^1$"):
         command(["plan", "qwen2.5-72b", "--gpu-gb", "24"])

@@ -95,6 +95,11 @@ def test_what_is_learned_of_a_chat_is_marked(files, tmp_path, capsys):
     assert whole["train"]["learned_tokens"] > 7
 
 
+def test_a_recipe_is_no_data():
+    with pytest.raises(UserError, match="demo is a recipe: qerl data reads a file of rows"):
+        command(["data", "demo"])
+
+
 def test_rows_that_training_would_all_hold_out_are_told_to_be_too_few(files, tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", [{"prompt": text} for text in "abc"])
     given = [data, "--model", str(files)]

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import SftConfig, TaskConfig
 from qerl.config.check import check_not_negative, check_positive
-from qerl.config.recipes import own
+from qerl.config.recipes import RECIPES, own
 from qerl.config.renamed import refuse_former_options
 from qerl.errors import UserError, quantity
 
@@ -63,6 +64,8 @@ def run(arguments: list[str]) -> None:
     names, arguments = split_names(arguments)
     if len(names) != 1:
         raise UserError("data needs one file of rows or hub id: qerl data rows.jsonl")
+    if names[0] in RECIPES and not Path(names[0]).exists():
+        raise UserError(f"{names[0]} is a recipe: qerl data reads a file of rows or a data set of a hub")
     refuse_former_options("data", arguments)
     options = parse_options(DataOptions, arguments, f"data {names[0]}", DataOptions(), DESCRIPTION)
     announce(f"data {names[0]}, tokens of {options.model}", sys.stderr if options.json else sys.stdout)

@@ -11,7 +11,7 @@ from qerl.config import RunConfig
 from qerl.config.check import check_positive
 from qerl.config.recipes import RECIPES
 from qerl.config.renamed import refuse_former_names
-from qerl.errors import UserError
+from qerl.errors import UserError, require
 
 if TYPE_CHECKING:
     from qerl.learner.plan.speed import Gpu  # imports torch, which takes seconds
@@ -42,6 +42,11 @@ class PlanOptions:
 
     def __post_init__(self):
         check_positive(self, "gpu_gb", "prompt_tokens", "mean_tokens")
+        most = self.run.sample.max_tokens
+        require(
+            self.mean_tokens is None or self.mean_tokens <= most,
+            f"mean_tokens must not exceed sample.max_tokens ({most}), got {self.mean_tokens}",
+        )
 
 
 def run(arguments: list[str]) -> None:
