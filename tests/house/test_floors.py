@@ -24,7 +24,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("cli",),
     ("__main__",),
 )
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 60_440
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 60_460
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")
 
