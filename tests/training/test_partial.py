@@ -292,8 +292,8 @@ def test_little_memory_preempts_and_changes_nothing(decoder, unbroken):
         ({"algo": AlgoConfig(importance="none")}, "algo.importance none"),
         ({"algo": AlgoConfig(dynamic_sampling=True)}, "algo.dynamic_sampling"),
         ({"noise": NoiseConfig(scope="sample")}, "noise.scope sample"),
-        ({"rollout": RolloutConfig(partial=True, extra_prompts=9)}, "num_prompts .*, got 9$"),
-        ({"rollout": RolloutConfig(partial=True)}, "num_prompts .*, got its default, 8$"),
+        ({"rollout": RolloutConfig(partial=True, extra_prompts=9)}, "must not exceed num_prompts .*, got 9$"),
+        ({"rollout": RolloutConfig(partial=True)}, "must not exceed num_prompts .*, got its default, 8$"),
         ({"rollout": KEEPS.rollout, "engine": EngineConfig(exact=True)}, "not work with engine.exact"),
     ],
 )

@@ -167,9 +167,8 @@ class PartialRollouts:
             for _ in range(count)
         ]
         carried_tokens = _num_tokens(self._carried)
-        learned_tokens = sum(len(s.tokens_T) for group in learned for s in group.samples_G)
         return {
-            "sampled_tokens": learned_tokens + carried_tokens - _num_tokens(resumed),
+            "sampled_tokens": len(of_tokens) + carried_tokens - _num_tokens(resumed),
             "carried_samples": _num_unfinished(self._carried),
             "carried_tokens": carried_tokens,
             "carried_complete_groups": sum(each.begun.is_complete for each in self._carried),
