@@ -9,14 +9,15 @@ A cubin is a little-endian ELF64 file. Of each kernel NAME it has the sections
 
 A record is u8 kind, u8 attribute, u16 n; kind 4 has n bytes behind it, the others keep their value in n. From
 Hopper on .nv.shared.NAME also has the 1,024 bytes that the system takes of each CTA; `shared_bytes` has not.
-NVIDIA documents none of this: tests/kernels/test_cubin.py compares every field with what ptxas reports.
+NVIDIA documents none of this: tests/kernels/runtime/test_cubin.py compares every field with what ptxas
+reports.
 """
 
 import dataclasses
 import struct
 from collections.abc import Iterator
 
-from qerl.kernels.architectures import SYSTEM_SHARED_BYTES
+from qerl.kernels.runtime.architectures import SYSTEM_SHARED_BYTES
 
 _MACHINE, _SECTION = "<HHIQQQIHHHHHH", "<IIQQQQIIQQ"
 _REGISTERS, _FRAME, _THREADS = 0x2F, 0x11, 0x05

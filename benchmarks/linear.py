@@ -17,7 +17,7 @@ from qerl.cli.bench.roofline import ADAPTER_BYTES, LIMITS, Limit, layer_weights
 from qerl.cli.bench.timing import Times, graph_times
 from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError
-from qerl.kernels.nvfp4_decode import MAX_TOKENS
+from qerl.kernels.tiles.nvfp4_decode import MAX_TOKENS
 from qerl.models.architecture import Architecture
 from qerl.models.device import has_tile_kernels
 from qerl.models.random_weights import shape

@@ -21,29 +21,25 @@ from torch import Tensor
 from benchmarks.cubin import KernelUse, kernels_of
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
-from qerl.kernels import (
-    gated_delta_chunks,
-    grouped_hopper,
-    grouped_product,
-    int8_product,
-    moe_route,
-    portable_product,
-)
-from qerl.kernels.architectures import ARCHITECTURES, TESTED, CudaArchitecture
-from qerl.kernels.attention_options import PLAIN, AttentionOptions
-from qerl.kernels.decode_attention import DecodeAttention, LayerCache
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.delta_net_step import DeltaNetStep, DeltaWeights, Gates
-from qerl.kernels.gated_delta_net import DeltaShape
-from qerl.kernels.head_portable import PortableHeadSample
-from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head
-from qerl.kernels.lora_shrink import LoraShrink
-from qerl.kernels.lora_shrink_portable import PortableLoraShrink
-from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u
-from qerl.kernels.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
-from qerl.kernels.nvrtc import KernelVariant, cached_cubin, dry_run
-from qerl.kernels.portable_product import PortableProduct
-from qerl.kernels.tile_layout import TileLayout
+from qerl.kernels.attention.attention_options import PLAIN, AttentionOptions
+from qerl.kernels.attention.decode_attention import DecodeAttention, LayerCache
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.delta_net import gated_delta_chunks
+from qerl.kernels.delta_net.delta_net_step import DeltaNetStep, DeltaWeights, Gates
+from qerl.kernels.delta_net.gated_delta_net import DeltaShape
+from qerl.kernels.experts import grouped_hopper, grouped_product, moe_route
+from qerl.kernels.head.head_portable import PortableHeadSample
+from qerl.kernels.head.head_sample import Head, HeadSample, NVFP4Head
+from qerl.kernels.linear import int8_product
+from qerl.kernels.runtime.architectures import ARCHITECTURES, TESTED, CudaArchitecture
+from qerl.kernels.runtime.nvrtc import KernelVariant, cached_cubin, dry_run
+from qerl.kernels.tiles import portable_product
+from qerl.kernels.tiles.lora_shrink import LoraShrink
+from qerl.kernels.tiles.lora_shrink_portable import PortableLoraShrink
+from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u
+from qerl.kernels.tiles.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.tiles.portable_product import PortableProduct
+from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape

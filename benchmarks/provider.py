@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qerl.formats import BF16, NVFP4
-from qerl.kernels import nvfp4_decode
-from qerl.kernels.lora_shrink import LoraShrink
+from qerl.kernels.tiles import nvfp4_decode
+from qerl.kernels.tiles.lora_shrink import LoraShrink
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import random_bf16, random_nvfp4

@@ -32,7 +32,7 @@ from qerl.cli.bench.decode import NullTokenizer, random_prompts
 from qerl.config import AdapterConfig, EngineConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError
-from qerl.kernels.compile_tally import TALLY
+from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
 from qerl.models.device import resolve_device

@@ -22,13 +22,14 @@ from qerl.cli.bench.options import check_ranks
 from qerl.cli.bench.product import Product, timed_batches
 from qerl.cli.bench.record import ROOT, read_origin
 from qerl.config.check import check_positive
-from qerl.kernels import nvfp4_decode, nvrtc
-from qerl.kernels.compile_ahead import compile_ahead
-from qerl.kernels.nvfp4_tile import MAX_TOKENS, Choice, Tile
+from qerl.kernels.runtime import nvrtc
+from qerl.kernels.runtime.compile_ahead import compile_ahead
+from qerl.kernels.tiles import nvfp4_decode
+from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS, Choice, Tile
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape
 
-TABLE = Path("src", "qerl", "kernels", "nvfp4_tile.json")
+TABLE = Path("src", "qerl", "kernels", "tiles", "nvfp4_tile.json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ class TileOptions:
     """Replays of the CUDA graph; the median is kept."""
 
     out: Path | None = None
-    """File to write; default: src/qerl/kernels/nvfp4_tile.json."""
+    """File to write; default: src/qerl/kernels/tiles/nvfp4_tile.json."""
 
     allow_dirty: bool = False
     """Measure a checkout with uncommitted changes."""

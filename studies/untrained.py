@@ -27,9 +27,9 @@ from qerl.config import RunConfig, TaskConfig
 from qerl.engine import Engine
 from qerl.formats import FORMATS, NVFP4
 from qerl.formats.block_scale import least_squares
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.logprob import chunked_logprob
-from qerl.kernels.tree_attention import tree_attention
+from qerl.kernels.attention.attention_options import AttentionOptions
+from qerl.kernels.attention.tree_attention import tree_attention
+from qerl.kernels.head.logprob import chunked_logprob
 from qerl.learner.packing import PackedBatch, pack
 from qerl.models.awq import BATCH_TOKENS, ScaledCheckpoint, awq, collect_inputs, run_sequences
 from qerl.models.compressed_tensors import SelectScales, default_scales, encode_weights

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from benchmarks.tile import ROOT, TABLE, merged
-from qerl.kernels.nvfp4_tile import Choice, read
+from qerl.kernels.tiles.nvfp4_tile import Choice, read
 
 CHOICE = Choice(N=64, K=128, most_tokens=32, token_tiles=1, warpgroups=1, k_block=128, ctas_per_sm=2, us=1.5)
 

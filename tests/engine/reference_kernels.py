@@ -1,8 +1,9 @@
 """The kernels of a decode step by their references, in any dtype and on any device; they note their calls."""
 
 from qerl.engine.fused_linear import TorchLinears
-from qerl.kernels import decode_attention, lora_shrink
-from qerl.kernels.attention_options import PLAIN
+from qerl.kernels.attention import decode_attention
+from qerl.kernels.attention.attention_options import PLAIN
+from qerl.kernels.tiles import lora_shrink
 
 
 class ReferenceShrink:

@@ -15,7 +15,7 @@ from models.family_rows import load, oracle, save
 from models.tiny import forest, tiny
 from qerl.engine import carried_cache
 from qerl.engine.layer_pages import page_bytes
-from qerl.kernels.tree_attention import TreeLayout, tree_attention
+from qerl.kernels.attention.tree_attention import TreeLayout, tree_attention
 from qerl.types import BegunGroup, BegunSample, Sampling
 
 LENGTHS, SAMPLES = (9, 16, 1), 3

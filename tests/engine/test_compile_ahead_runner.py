@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from qerl.engine.decode_runner import DecodeRunner
-from qerl.kernels import nvrtc
-from qerl.kernels.compile_ahead import BackgroundCompiler
-from qerl.kernels.nvrtc import compiled
+from qerl.kernels.runtime import nvrtc
+from qerl.kernels.runtime.compile_ahead import BackgroundCompiler
+from qerl.kernels.runtime.nvrtc import compiled
 
 
 class Sampler:

@@ -12,8 +12,9 @@ from qerl.engine.decode_forward import TorchForward
 from qerl.engine.decode_kernels import kernel_obstacle
 from qerl.engine.kv_cache import KVCache
 from qerl.engine.state_cache import StateCache
-from qerl.kernels import delta_net_step, row_kernel
-from qerl.kernels.gated_delta_net import DeltaShape
+from qerl.kernels.delta_net import delta_net_step
+from qerl.kernels.delta_net.gated_delta_net import DeltaShape
+from qerl.kernels.runtime import row_kernel
 from qerl.models.adapter import add_adapter
 from qerl.models.mixture import copy_masters
 from qerl.models.random_weights import SHAPES, random_decoder

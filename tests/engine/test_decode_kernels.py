@@ -16,9 +16,9 @@ from qerl.engine.fused_linear import PackedLinears
 from qerl.engine.kv_cache import KVCache, page_bytes
 from qerl.engine.runner_cache import RunnerCache
 from qerl.formats import FP8
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.head_sample import NVFP4Head
-from qerl.kernels.logprob import chunked_logprob
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.head.head_sample import NVFP4Head
+from qerl.kernels.head.logprob import chunked_logprob
 from qerl.models.adapter import adapter_tensors
 from qerl.models.random_weights import SHAPES, random_decoder
 from qerl.types import Sampling

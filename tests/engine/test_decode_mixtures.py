@@ -12,7 +12,7 @@ from qerl.engine.decode_forward import TorchForward
 from qerl.engine.decode_kernels import KernelForward
 from qerl.engine.decode_mixture_step import kernel_routers, stack_obstacle
 from qerl.engine.kv_cache import KVCache
-from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.attention.decode_state import DecodeState
 from qerl.models.adapter import add_adapter, publish
 from qerl.models.architecture import LayerKind, Mixture
 from qerl.models.device import best_kernels

@@ -13,7 +13,7 @@ from qerl.aqn.norm_noise import noised
 from qerl.engine.decode_forward import TorchForward
 from qerl.engine.decode_kernels import KernelForward
 from qerl.engine.kv_cache import KVCache
-from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.attention.decode_state import DecodeState
 from qerl.models.random_weights import SHAPES, random_decoder
 
 SMALL = replace(

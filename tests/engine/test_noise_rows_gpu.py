@@ -11,7 +11,7 @@ from engine.test_decode_kernels import pytestmark as pytestmark
 from learner.tiny import run_config
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
-from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.attention.decode_state import DecodeState
 from qerl.learner import Learner
 from qerl.types import Group
 

@@ -6,8 +6,8 @@ import torch
 from engine.parts import drawn, engine_of, prompts_of
 from models.tiny import tiny
 from qerl.engine.decode_forward import TorchForward
-from qerl.kernels import decode_attention as op
-from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.attention import decode_attention as op
+from qerl.kernels.attention.decode_state import DecodeState
 
 
 def test_before_each_burst_the_forward_pass_learns_the_rows_lengths(monkeypatch):

@@ -10,7 +10,7 @@ from engine.parts import drawn, engine_of, prompts_of
 from models.tiny import tiny
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.runner_cache import min_graph_rows
-from qerl.kernels.architectures import ARCHITECTURES
+from qerl.kernels.runtime.architectures import ARCHITECTURES
 from qerl.models.random_weights import shape
 
 MOST = 12  # tokens of a sample

@@ -5,7 +5,7 @@ from engine.parts import prompts_of
 from models.tiny import tiny
 from qerl.algo.seeds import uniform
 from qerl.engine.sampler import TorchSampler
-from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.attention.decode_state import DecodeState
 from qerl.types import Sampling
 
 NONE = torch.tensor([-1], dtype=torch.int32)

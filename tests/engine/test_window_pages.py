@@ -18,7 +18,7 @@ from qerl.engine.page_pool import PagePool
 from qerl.engine.scheduler import Scheduler, min_group_pages
 from qerl.engine.window_pages import Window, WindowPages, windowed_layers
 from qerl.errors import UserError
-from qerl.kernels.attention_options import AttentionOptions
+from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.learner.plan.memory import kv_cache_bytes
 from qerl.models.architecture import LayerKind
 from qerl.models.decoder import Layer

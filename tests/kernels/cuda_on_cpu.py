@@ -1,4 +1,4 @@
-"""Run a CUDA kernel of kernels/cuda/ as C++ on a CPU: each thread of a CTA is a fiber, CTAs run in turn.
+"""Run a CUDA kernel as C++ on a CPU: each thread of a CTA is a fiber, CTAs run in turn.
 
     with on_cpu(): DeltaNetStep(shape, rows, cpu, is_by_head=False).step(...)        needs g++ with C++20
 
@@ -16,11 +16,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from unittest import mock
 
 from qerl.config.cache import cache_folder
+from qerl.kernels.runtime.nvrtc import sources
 
 SHIM = r"""
 #include <math.h>
@@ -315,14 +315,14 @@ def has_compiler():
 
 
 def copy_sources(folder: Path) -> None:
-    """Copy kernels/cuda/ into a folder, with assembly that is replaced in C++."""
-    for file in (resources.files("qerl.kernels") / "cuda").iterdir():
-        text = CONVERSION.sub("d = to_bfloat16(high) << 16 | to_bfloat16(low);", file.read_text())
+    """Copy the CUDA sources into a folder, with assembly that is replaced in C++."""
+    for name, text in sources().items():
+        text = CONVERSION.sub("d = to_bfloat16(high) << 16 | to_bfloat16(low);", text)
         text = HALVES.sub("d = to_half(high) << 16 | to_half(low);", text)
         text = LOGARITHM.sub("y = log2f(x);", POWER.sub("y = exp2f(x);", text))
         text = PRODUCT.sub("y = scaled_by_2_120(x);", text)
-        text = DYNAMIC.sub(r"u8* \1 = dynamic_memory;", REPLACED.get(file.name, text))
-        (folder / file.name).write_text(text)
+        text = DYNAMIC.sub(r"u8* \1 = dynamic_memory;", REPLACED.get(name, text))
+        (folder / name).write_text(text)
 
 
 @contextlib.contextmanager

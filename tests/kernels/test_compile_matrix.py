@@ -1,6 +1,7 @@
 """Every CUDA kernel compiles for every architecture without spills and fits the card; needs no GPU.
 
-Cubins come from the disk cache (qerl.kernels.nvrtc), so only what has changed since the last run is compiled.
+Cubins come from the disk cache (qerl.kernels.runtime.nvrtc), so only what has changed since the last run is
+compiled.
 """
 
 import dataclasses
@@ -10,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks import matrix
-from qerl.kernels import portable_product
-from qerl.kernels.architectures import ARCHITECTURES, TESTED
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.delta_net_step import copies_ahead
-from qerl.kernels.nvrtc import KernelVariant
+from qerl.kernels.attention.attention_options import AttentionOptions
+from qerl.kernels.delta_net.delta_net_step import copies_ahead
+from qerl.kernels.runtime.architectures import ARCHITECTURES, TESTED
+from qerl.kernels.runtime.nvrtc import KernelVariant
+from qerl.kernels.tiles import portable_product
 from qerl.models.random_weights import SHAPES, shape
 
 STEPS = {  # model, rows, cache, whether each row has its own noise

@@ -1,16 +1,16 @@
 """The CUDA sources compile for Hopper, which NVRTC does without a GPU."""
 
 import re
-from importlib import resources
 
 import pytest
 
-from qerl.kernels import grouped_hopper, int8_product, nvrtc
-from qerl.kernels.head_sample import choose_tile
-from qerl.kernels.nvfp4_tile import TOKEN_TILES
-from qerl.kernels.portable_shrink import MAKES_U
+from qerl.kernels.experts import grouped_hopper
+from qerl.kernels.head.head_sample import choose_tile
+from qerl.kernels.linear import int8_product
+from qerl.kernels.runtime import nvrtc
+from qerl.kernels.tiles.nvfp4_tile import TOKEN_TILES
+from qerl.kernels.tiles.portable_shrink import MAKES_U
 
-CUDA = resources.files("qerl.kernels") / "cuda"
 DECODE = {"MT": 8, "WG": 1, "KB": 128, "STAGES": 4, "CTAS": 1, "GROUP": 4, "U_WORDS": 49152}
 WITH_U = DECODE | {"WG": 2, "STAGES": 2, "RANK": 32, "SPLIT": 0, "GIVEN_U": 1}
 ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
@@ -79,12 +79,12 @@ def test_a_kernel_compiles_for_hopper(file, defines):
 
 
 def test_every_source_is_compiled_here():
-    files = {file.name for file in CUDA.iterdir() if file.name.endswith(".cu")}
+    files = {name for name in nvrtc.sources() if name.endswith(".cu")}
     assert files == {file for file, _ in CONFIGURATIONS}
 
 
 def test_every_included_header_exists_and_every_header_is_included():
-    texts = {file.name: file.read_text() for file in CUDA.iterdir()}
+    texts = nvrtc.sources()
     included = {name for text in texts.values() for name in re.findall(r'^#include "(.+)"$', text, re.M)}
     assert included == {name for name in texts if name.endswith(".cuh")}
 
@@ -108,9 +108,9 @@ def test_the_cache_key_depends_on_source_headers_options_and_versions(monkeypatc
 def test_copies_with_an_l2_policy_are_bulk_copies_or_hoppers():
     """Where NVRTC 13.0 splits the others' shared address, it encodes them wrongly (split_copies)."""
     copies = {
-        file.name: [copy for copy in found if not copy.startswith("cp.async.bulk")]
-        for file in CUDA.iterdir()
-        if (found := re.findall(r"cp\.async\.[\w.:]+cache_hint", file.read_text()))
+        name: [copy for copy in found if not copy.startswith("cp.async.bulk")]
+        for name, text in nvrtc.sources().items()
+        if (found := re.findall(r"cp\.async\.[\w.:]+cache_hint", text))
     }
     assert [name for name, others in copies.items() if others] == ["async_copy.cuh"]
     assert len(copies) > 1

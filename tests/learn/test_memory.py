@@ -7,7 +7,7 @@ from alone import IS_ALONE
 from engine.parts import engine_of
 from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
-from qerl.kernels import gpu_memory
+from qerl.kernels.runtime import gpu_memory
 from qerl.learner import Learner
 from qerl.training.rollout import drop_overlong, sampling_of, with_advantages
 

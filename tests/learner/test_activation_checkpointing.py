@@ -8,7 +8,7 @@ import torch
 from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.formats import BF16, NVFP4
-from qerl.kernels.host_memory import usable_host_bytes
+from qerl.kernels.runtime.host_memory import usable_host_bytes
 from qerl.learner import Learner, kept_on_host
 from qerl.learner.activation_checkpointing import RECOMPUTE, OnDevice, checkpoint_layers
 from qerl.learner.kept_on_host import OnHost

@@ -10,7 +10,7 @@ from learner.tiny import VOCAB, run_config, tiny_learner
 from qerl.cli.bench.case import try_random_decoder
 from qerl.config import ModelConfig
 from qerl.errors import UserError
-from qerl.kernels.int8_codes import code_bytes, row_code_bytes
+from qerl.kernels.linear.int8_codes import code_bytes, row_code_bytes
 from qerl.learner import Learner
 from qerl.learner.plan import memory as plan
 from qerl.models.random_weights import shape

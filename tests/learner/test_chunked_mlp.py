@@ -9,8 +9,8 @@ from learner.samples import random_groups
 from learner.test_activation_checkpointing import state
 from learner.tiny import ADAPTER, VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.formats import NVFP4
-from qerl.kernels import matmul_fp32
-from qerl.kernels.matmul_fp32 import CHUNK_ROWS
+from qerl.kernels.pointwise import matmul_fp32
+from qerl.kernels.pointwise.matmul_fp32 import CHUNK_ROWS
 from qerl.learner import Learner
 from qerl.learner.chunked_mlp import num_chunks
 from qerl.learner.plan.activations import is_chunked

@@ -10,7 +10,7 @@ import torch
 from learner.test_plan import CONFIG, SMALL
 from qerl.cli.main import command
 from qerl.config import AdapterConfig, ModelConfig
-from qerl.kernels.expert_product import BUFFER_BYTES
+from qerl.kernels.experts.expert_product import BUFFER_BYTES
 from qerl.learner.plan import activations, mixture
 from qerl.learner.plan import memory as op
 from qerl.learner.plan.speed import GPUS, estimate_speed

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from models.tiny import packed
 from qerl.config import AdapterConfig
-from qerl.kernels.logprob import Softcap, chunked_logprob
+from qerl.kernels.head.logprob import Softcap, chunked_logprob
 from qerl.models.adapter import adapter_tensors, add_adapter, publish
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, RunLayer, run_layer

@@ -2,9 +2,9 @@
 
 import torch
 
-from qerl.kernels.attention import PagedLayout, paged_decode, span_attention
-from qerl.kernels.gated_delta import SequenceLayout
-from qerl.kernels.gated_delta_net import DeltaState, mix, mix_step
+from qerl.kernels.attention.attention import PagedLayout, paged_decode, span_attention
+from qerl.kernels.delta_net.gated_delta import SequenceLayout
+from qerl.kernels.delta_net.gated_delta_net import DeltaState, mix, mix_step
 
 
 class PagedCache:

@@ -5,7 +5,7 @@ from conftest import rms_error
 from models.paged_cache import PagedCache
 from models.tiny import FAMILIES, forest, logits_of, oracle, packed, ported, tiny
 from qerl.config import AdapterConfig
-from qerl.kernels.attention import Span
+from qerl.kernels.attention.attention import Span
 from qerl.models.adapter import adapter_tensors, add_adapter, publish
 
 ROPES = {

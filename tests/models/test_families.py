@@ -28,7 +28,7 @@ from models.tiny import forest, logits_of, packed
 from qerl.aqn.norm_noise import noised
 from qerl.errors import UserError
 from qerl.formats import FORMATS
-from qerl.kernels.attention import Span
+from qerl.kernels.attention.attention import Span
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.plan.memory import embedding_bytes, weight_bytes
 from qerl.models.adapter import adapter_tensors

@@ -10,8 +10,8 @@ from conftest import rms_error
 from models.tiny import logits_of, tiny
 from qerl.config import AdapterConfig
 from qerl.formats import BF16, FORMATS
-from qerl.kernels.int8_codes import Rotation
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.linear.int8_codes import Rotation
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models import packed_linear as op
 from qerl.models.adapter import adapter_off, adapter_tensors, add_adapter, publish
 from qerl.models.fused_weights import FusedBF16, FusedPacked, fuse_weights

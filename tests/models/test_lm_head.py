@@ -15,9 +15,9 @@ from models.tiny import logits_of
 from qerl.config import RunConfig, SampleConfig
 from qerl.errors import UserError
 from qerl.formats import FP8, NVFP4
-from qerl.kernels import head_operand
-from qerl.kernels.logprob import chunked_logprob, reference
-from qerl.kernels.nvfp4_decode import row_factors, unpack
+from qerl.kernels.head import head_operand
+from qerl.kernels.head.logprob import chunked_logprob, reference
+from qerl.kernels.tiles.nvfp4_decode import row_factors, unpack
 from qerl.learner import Learner
 from qerl.models import lm_head as op
 from qerl.models.compressed_tensors import write_quantized

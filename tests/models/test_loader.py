@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from conftest import rms_error
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, NVFP4
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import build_decoder
 from qerl.models.packed_linear import PackedNVFP4, tiles_of

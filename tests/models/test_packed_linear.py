@@ -5,9 +5,9 @@ from tiny import forest, oracle, packed, ported
 from conftest import rms_error
 from qerl.config import AdapterConfig
 from qerl.formats import BF16, INT8, NVFP4
-from qerl.kernels.attention import PackedLayout, packed_attention
-from qerl.kernels.nvfp4_decode import row_factors, swiglu_order, unpack
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.attention.attention import PackedLayout, packed_attention
+from qerl.kernels.tiles.nvfp4_decode import row_factors, swiglu_order, unpack
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.adapter import add_adapter
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import copy_masters

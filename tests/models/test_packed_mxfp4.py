@@ -5,7 +5,7 @@ import torch
 
 from models.test_packed_linear import decoder_of, outputs
 from qerl.formats import MXFP4
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.linear import QuantLinear
 from qerl.models.packed_linear import PackedMXFP4, can_tile, tile_group, tile_linears
 

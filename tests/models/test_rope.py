@@ -4,7 +4,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conftest import rms_error
-from qerl.kernels.rotary import rotate
+from qerl.kernels.attention.rotary import rotate
 from qerl.models.families import from_hf_config
 from qerl.models.rope import cosine_sine, inverse_frequencies, magnitude
 

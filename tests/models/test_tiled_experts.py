@@ -11,8 +11,9 @@ from conftest import rms_error
 from models.family_rows import oracle, save
 from qerl.formats import BF16, MXFP4, NVFP4
 from qerl.formats.stack import PackedStack
-from qerl.kernels import expert_product, grouped_linear, nvfp4_decode
-from qerl.kernels.nvfp4_decode import swiglu_order
+from qerl.kernels.experts import expert_product, grouped_linear
+from qerl.kernels.tiles import nvfp4_decode
+from qerl.kernels.tiles.nvfp4_decode import swiglu_order
 from qerl.models import loader, random_weights
 from qerl.models.layer_spec import ExpertSpec
 from qerl.models.mixture import ExpertLinear

@@ -8,8 +8,8 @@ import transformers
 from torch import Tensor
 
 from qerl.formats import BF16
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.tree_attention import TreeLayout, tree_attention
+from qerl.kernels.attention.attention_options import AttentionOptions
+from qerl.kernels.attention.tree_attention import TreeLayout, tree_attention
 from qerl.models.decoder import Decoder
 from qerl.models.delta_net import recur_over
 from qerl.models.families import from_hf_config

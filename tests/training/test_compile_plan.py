@@ -14,8 +14,8 @@ from qerl.engine.planned_kernels import planned_kernels
 from qerl.engine.runner_cache import RunnerCache
 from qerl.engine.scheduler import num_pages
 from qerl.formats import BF16
-from qerl.kernels.architectures import ARCHITECTURES
-from qerl.kernels.compile_tally import CompileReport
+from qerl.kernels.runtime.architectures import ARCHITECTURES
+from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.learner.planned_pass import pass_kernels
 from qerl.models import decoder as decoders
 from qerl.models.outline import outlined_decoder
@@ -52,7 +52,7 @@ def loaded(a, format, head, kernels, monkeypatch):
     for module in ("random_weights", "lm_head"):
         monkeypatch.setattr(f"qerl.models.{module}.has_tile_kernels", lambda device: True)
     monkeypatch.setattr(DecodeRunner, "_uses_graphs", True)
-    monkeypatch.setattr("qerl.kernels.row_kernel.on_gpu", lambda x: True)
+    monkeypatch.setattr("qerl.kernels.runtime.row_kernel.on_gpu", lambda x: True)
     cpu, config = torch.device("cpu"), EngineConfig(max_num_seqs=40)
     decoder = random_decoder(a, format=format, rank=32, device=cpu, seed=0, head=head)
     runners = RunnerCache(decoder, config, frozenset((0,)), kernels)

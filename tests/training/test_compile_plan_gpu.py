@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.start import StartOptions, measure, run_config, write_checkpoint
-from qerl.kernels import nvrtc
+from qerl.kernels.runtime import nvrtc
 from qerl.models.random_weights import shape
 from qerl.training.compile_plan import compile_while_loading
 

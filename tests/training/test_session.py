@@ -283,7 +283,7 @@ def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(fi
 def test_what_was_compiled_before_the_first_step_is_told_once(files, tmp_path):
     code = """
 from qerl.cli.main import main
-from qerl.kernels.compile_tally import CompileReport, CompileTally
+from qerl.kernels.runtime.compile_tally import CompileReport, CompileTally
 
 CompileTally.report = lambda tally: CompileReport(
     num_kernels=3, num_compiled=2, compile_s=1.26, waited_s=0.5

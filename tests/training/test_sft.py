@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tiny_run
 from qerl.cli.main import command
 from qerl.errors import UserError
-from qerl.kernels.compile_tally import CompileTally
+from qerl.kernels.runtime.compile_tally import CompileTally
 from training.ranks import StartedRanks
 
 STEPS = 6

@@ -10,7 +10,7 @@ below 2e-3 would be rounded away where the weight is near 1. Weights are frozen:
 import torch
 from torch import Tensor, nn
 
-from qerl.kernels.rms_norm import fork, rms_norm
+from qerl.kernels.pointwise.rms_norm import fork, rms_norm
 
 
 class NoisedRMSNorm(nn.Module):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from qerl.kernels.virtual_memory import ResidentMemory, VirtualMemory, memory_on
+from qerl.kernels.runtime.virtual_memory import ResidentMemory, VirtualMemory, memory_on
 
 _ALIGNMENT = 256  # bytes, as for torch's own allocations
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qerl.kernels.host_memory import usable_host_bytes
+from qerl.kernels.runtime.host_memory import usable_host_bytes
 
 _PIECE_BYTES = 1 << 21
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qerl.engine.decode_layer import LayerStep, NormedProducts, StepParts, StepRows, norm_of
 from qerl.engine.fused_linear import LinearGroup
-from qerl.kernels.decode_attention import Norms, supports
+from qerl.kernels.attention.decode_attention import Norms, supports
 from qerl.models.architecture import Architecture, Rope
 from qerl.models.decoder import Layer
 from qerl.models.norm import RMSNorm

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qerl.engine.decode_layer import LayerStep, NormedProducts, Published, StepParts, StepRows
-from qerl.kernels.delta_net_step import DeltaNetStep, DeltaWeights, Gates, supports
+from qerl.kernels.delta_net.delta_net_step import DeltaNetStep, DeltaWeights, Gates, supports
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Layer
 from qerl.models.linear import QuantLinear

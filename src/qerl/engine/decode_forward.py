@@ -16,10 +16,10 @@ from torch import Tensor
 from qerl.engine.kv_cache import KVCache
 from qerl.engine.layer_pages import LayerPages, slots_of
 from qerl.engine.state_cache import StateCache
-from qerl.kernels.attention import paged_decode
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.gated_delta_net import DeltaInputs, mix_step
+from qerl.kernels.attention.attention import paged_decode
+from qerl.kernels.attention.attention_options import AttentionOptions
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.delta_net.gated_delta_net import DeltaInputs, mix_step
 from qerl.models.decoder import Decoder
 from qerl.models.delta_net import Recur
 

@@ -29,11 +29,11 @@ from qerl.engine.decode_mixture_step import MixtureSteps, stack_obstacle
 from qerl.engine.decode_mlp_step import MLPSteps
 from qerl.engine.fused_linear import FusedLinears, PackedLinears
 from qerl.engine.kv_cache import KVCache
-from qerl.kernels.decode_attention import DecodeAttention
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.grouped_hopper import HopperGroupedProduct
-from qerl.kernels.grouped_product import GroupedProduct
-from qerl.kernels.lora_shrink import LoraShrink
+from qerl.kernels.attention.decode_attention import DecodeAttention
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.experts.grouped_hopper import HopperGroupedProduct
+from qerl.kernels.experts.grouped_product import GroupedProduct
+from qerl.kernels.tiles.lora_shrink import LoraShrink
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import Kernels, best_kernels

@@ -20,10 +20,10 @@ from torch import Tensor
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.engine.fused_linear import FusedLinears, LinearGroup, TorchLinears
 from qerl.engine.kv_cache import KVCache
-from qerl.kernels.decode_attention import DecodeAttention
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.grouped_product import GroupedProduct
-from qerl.kernels.lora_shrink import LoraShrink
+from qerl.kernels.attention.decode_attention import DecodeAttention
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.experts.grouped_product import GroupedProduct
+from qerl.kernels.tiles.lora_shrink import LoraShrink
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.linear import QuantLinear

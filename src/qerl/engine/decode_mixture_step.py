@@ -16,8 +16,8 @@ from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.engine.decode_layer import LayerStep, StepParts, StepRows
 from qerl.engine.fused_linear import LinearGroup
 from qerl.formats import BF16
-from qerl.kernels import moe_route
-from qerl.kernels.grouped_product import (
+from qerl.kernels.experts import moe_route
+from qerl.kernels.experts.grouped_product import (
     RANKS,
     Activation,
     AdapterRows,
@@ -25,7 +25,7 @@ from qerl.kernels.grouped_product import (
     TiledExperts,
     item_rows,
 )
-from qerl.kernels.moe_route import MoERoute, Record
+from qerl.kernels.experts.moe_route import MoERoute, Record
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.linear import QuantLinear

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qerl.engine.decode_layer import LayerStep, NormedProducts, StepParts, StepRows, norm_of
 from qerl.engine.fused_linear import LinearGroup
-from qerl.kernels.swiglu import Activation
+from qerl.kernels.pointwise.swiglu import Activation
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Layer
 

@@ -23,12 +23,12 @@ from qerl.engine.decode_forward import DecodeForward
 from qerl.engine.live_sample import LiveSample
 from qerl.engine.sampler import FusedSampler, Sampler
 from qerl.engine.scheduler import num_pages
-from qerl.kernels.architectures import architecture_name
-from qerl.kernels.compile_ahead import BackgroundCompiler, compile_ahead
-from qerl.kernels.compile_tally import CompileReport
-from qerl.kernels.cuda_graph import record_graph
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.nvrtc import KernelVariant, dry_run
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.runtime.architectures import architecture_name
+from qerl.kernels.runtime.compile_ahead import BackgroundCompiler, compile_ahead
+from qerl.kernels.runtime.compile_tally import CompileReport
+from qerl.kernels.runtime.cuda_graph import record_graph
+from qerl.kernels.runtime.nvrtc import KernelVariant, dry_run
 
 _BATCH = "tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "states_B"
 FIRST_TOKEN_ROWS = 64

@@ -51,7 +51,7 @@ from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.engine.stats import Stats
 from qerl.engine.window_pages import WindowPages
 from qerl.errors import UserError
-from qerl.kernels.compile_tally import CompileReport
+from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
 from qerl.types import Group, Prompt, Sampling

@@ -5,8 +5,8 @@ swiglu   y = silu(gate) * up, or gelu                gate|up
 
 A residual is in fp32, and so is the product added to it; any other y is in x's dtype.
 
-PackedLinears   kernels/nvfp4_decode.py over the model's tiles, portable, and for NF4, FP8 and INT8
-                kernels/portable_product.py; u is made in the same launch where that pays
+PackedLinears   kernels/tiles/nvfp4_decode.py over the model's tiles, portable, and for NF4, FP8 and INT8
+                kernels/tiles/portable_product.py; u is made in the same launch where that pays
 TorchLinears    cuBLAS, u comes ready. BF16: one product [x | u] @ [W | B]^T. FP8Flow: one product, and one
                 for the adapters. What does not fit tiles: linear by linear, and one product for the adapters
 """
@@ -18,21 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.kernels import row_kernel
-from qerl.kernels.fp8_linear import fp8_product
-from qerl.kernels.fused_linear import side_by_side
-from qerl.kernels.matmul_fp32 import add_product
-from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u, swiglu_order
-from qerl.kernels.nvfp4_tile import MAX_TOKENS
-from qerl.kernels.portable_product import PortableProduct
-from qerl.kernels.swiglu import Activation, gated
-from qerl.kernels.tile_layout import TileLayout
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.linear.fp8_linear import fp8_product
+from qerl.kernels.linear.fused_linear import side_by_side
+from qerl.kernels.pointwise.matmul_fp32 import add_product
+from qerl.kernels.pointwise.swiglu import Activation, gated
+from qerl.kernels.runtime import row_kernel
+from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u, swiglu_order
+from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS
+from qerl.kernels.tiles.portable_product import PortableProduct
+from qerl.kernels.tiles.tile_layout import TileLayout
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.fused_weights import FusedBF16, fuse_fp8_weights, fuse_weights
 from qerl.models.linear import QuantLinear
 from qerl.models.packed_linear import tiles_of
 
-ONE_ORDER_ROWS = 32  # up to this many rows sums have one order: tests/kernels/test_nvfp4_decode.py
+ONE_ORDER_ROWS = 32  # up to this many rows sums have one order: tests/kernels/tiles/test_nvfp4_decode.py
 
 
 class LinearGroup:

@@ -12,8 +12,8 @@ allocated between two calls; they then get 60 % and leave the rest to learning.
 import torch
 
 from qerl.config import EngineConfig
-from qerl.kernels.gpu_memory import allowed_bytes
-from qerl.kernels.virtual_memory import can_give_back
+from qerl.kernels.runtime.gpu_memory import allowed_bytes
+from qerl.kernels.runtime.virtual_memory import can_give_back
 from qerl.models.decoder import Decoder
 
 _CPU_BYTES, _SHARE, _SHARE_IF_RESIDENT = 1e9, 0.9, 0.6

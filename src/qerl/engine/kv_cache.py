@@ -11,7 +11,7 @@ slots with weight zero, which a NaN would survive. Layers with recurrent states 
 (state_cache.py) instead.
 
 On a GPU the memory is allocated, and zeroed, inside `present` only; outside it the learner uses it
-(kernels/virtual_memory.py). All tensors lie in one address range, and the states in another.
+(kernels/runtime/virtual_memory.py). All tensors lie in one address range, and the states in another.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from qerl.engine.layer_pages import (
 )
 from qerl.engine.state_cache import StateCache
 from qerl.engine.window_pages import windowed_layers
-from qerl.kernels.decode_attention import LayerCache
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.gpu_memory import sent
+from qerl.kernels.attention.decode_attention import LayerCache
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.runtime.gpu_memory import sent
 from qerl.models.architecture import Architecture
 from qerl.models.mixture import Route
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl.kernels import fp8_pages
-from qerl.kernels.decode_attention import LayerCache
+from qerl.kernels.attention import fp8_pages
+from qerl.kernels.attention.decode_attention import LayerCache
 from qerl.models.architecture import Architecture, KVHeads
 
 FP8 = torch.float8_e4m3fn

@@ -10,7 +10,7 @@ from qerl.engine.kv_cache import FP8, KVCache
 from qerl.engine.runner_cache import RunnerCache
 from qerl.engine.scheduler import num_pages
 from qerl.engine.state_cache import StateCache
-from qerl.kernels.nvrtc import KernelVariant, dry_run
+from qerl.kernels.runtime.nvrtc import KernelVariant, dry_run
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
 from qerl.types import Sampling

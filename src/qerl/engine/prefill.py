@@ -18,11 +18,11 @@ from qerl.engine.prefill_window import WindowedForward
 from qerl.engine.scheduler import num_pages
 from qerl.engine.state_cache import StateCache
 from qerl.engine.window_pages import Window
-from qerl.kernels.attention import PagedLayout, Span, span_attention
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.gated_delta import SequenceLayout
-from qerl.kernels.gated_delta_net import DeltaInputs, mix
-from qerl.kernels.gpu_memory import sent
+from qerl.kernels.attention.attention import PagedLayout, Span, span_attention
+from qerl.kernels.attention.attention_options import AttentionOptions
+from qerl.kernels.delta_net.gated_delta import SequenceLayout
+from qerl.kernels.delta_net.gated_delta_net import DeltaInputs, mix
+from qerl.kernels.runtime.gpu_memory import sent
 from qerl.models.decoder import Decoder
 from qerl.models.delta_net import Recur
 

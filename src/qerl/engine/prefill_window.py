@@ -19,9 +19,9 @@ from qerl.engine.kv_cache import KVCache
 from qerl.engine.layer_pages import slots_of
 from qerl.engine.prefill_chunk import PrefillChunk
 from qerl.engine.window_pages import Window
-from qerl.kernels.attention import PagedLayout
-from qerl.kernels.flash_attention import SequenceEnds
-from qerl.kernels.gpu_memory import sent
+from qerl.kernels.attention.attention import PagedLayout
+from qerl.kernels.attention.flash_attention import SequenceEnds
+from qerl.kernels.runtime.gpu_memory import sent
 
 Carried = dict[int, tuple[Tensor, Tensor]]
 

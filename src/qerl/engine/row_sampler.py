@@ -14,7 +14,7 @@ from qerl.algo.seeds import last_round, rounds
 from qerl.engine.live_sample import LiveSample
 from qerl.engine.prompt_logprobs import top_tokens
 from qerl.engine.token_sampling import inverse_transform, threshold
-from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.attention.decode_state import DecodeState
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Sampling
 

@@ -28,17 +28,17 @@ from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
 from qerl.engine.scheduler import num_pages
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8, PackedWeight
-from qerl.kernels.chunked_attention import chunked_decode
-from qerl.kernels.compile_ahead import BackgroundCompiler
-from qerl.kernels.compile_tally import CompileReport
-from qerl.kernels.decode_shape import CHUNK
-from qerl.kernels.grouped_hopper import HopperGroupedProduct
-from qerl.kernels.grouped_product import GroupedProduct
-from qerl.kernels.head_portable import PortableHeadSample
-from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head
-from qerl.kernels.lora_shrink import LoraShrink
-from qerl.kernels.lora_shrink_portable import PortableLoraShrink
-from qerl.kernels.nvrtc import KernelVariant
+from qerl.kernels.attention.chunked_attention import chunked_decode
+from qerl.kernels.attention.decode_shape import CHUNK
+from qerl.kernels.experts.grouped_hopper import HopperGroupedProduct
+from qerl.kernels.experts.grouped_product import GroupedProduct
+from qerl.kernels.head.head_portable import PortableHeadSample
+from qerl.kernels.head.head_sample import Head, HeadSample, NVFP4Head
+from qerl.kernels.runtime.compile_ahead import BackgroundCompiler
+from qerl.kernels.runtime.compile_tally import CompileReport
+from qerl.kernels.runtime.nvrtc import KernelVariant
+from qerl.kernels.tiles.lora_shrink import LoraShrink
+from qerl.kernels.tiles.lora_shrink_portable import PortableLoraShrink
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels, choose_kernels

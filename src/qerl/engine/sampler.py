@@ -2,7 +2,7 @@
 
     TorchSampler   logits, then token_sampling.py: all sampling parameters, any device
     RowSampler     row_sampler.py: the same for rows that differ in their parameters
-    FusedSampler   kernels/head_sample.py: temperature only, logits never written to memory, on a GPU
+    FusedSampler   kernels/head/head_sample.py: temperature only, logits never written to memory, on a GPU
 
 A token's randomness is a function of its row's key and position. TorchSampler uses seeds.uniform of (seed,
 step, prompt, sample, token index in the sample), with the last round computed on the device: the same bits on
@@ -18,8 +18,8 @@ from torch import Tensor
 from qerl.algo.seeds import last_round, mix, rounds
 from qerl.engine.live_sample import LiveSample
 from qerl.engine.token_sampling import sample_tokens, score_tokens
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.head_sample import HeadSample
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.head.head_sample import HeadSample
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Sampling
 
@@ -41,7 +41,7 @@ class Sampler(Protocol):
         ...
 
     def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
-        """Sample for the first B rows and advance them; see kernels/decode_state.py."""
+        """Sample for the first B rows and advance them; see kernels/attention/decode_state.py."""
         ...
 
     def score(

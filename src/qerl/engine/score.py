@@ -21,7 +21,7 @@ from qerl.engine.prefill import PrefillChunk
 from qerl.engine.sampler import Sampler
 from qerl.engine.scheduler import num_pages, own_pages
 from qerl.engine.teacher_forcing import TeacherForcing
-from qerl.kernels.token_mask import TokenMask
+from qerl.kernels.head.token_mask import TokenMask
 from qerl.types import AllowedTokens, Group, Sample
 
 

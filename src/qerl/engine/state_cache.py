@@ -5,7 +5,7 @@
 
 A slot has the states of one sequence in all these layers, which take no pages. Rows that are not in use read
 and write one extra slot. Memory as of the pages (kv_cache.py). Letters: L layers with states, the others as
-in kernels/gated_delta_net.py.
+in kernels/delta_net/gated_delta_net.py.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qerl.engine.cache_memory import tensors_on
-from qerl.kernels.gated_delta_net import DeltaState
+from qerl.kernels.delta_net.gated_delta_net import DeltaState
 from qerl.models.architecture import Architecture
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from qerl.engine.decode_forward import DecodeForward
 from qerl.engine.prefill import PrefillChunk, chunk_rows
 from qerl.engine.scheduler import num_pages
-from qerl.kernels.cuda_graph import record_graph
-from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.runtime.cuda_graph import record_graph
 
 
 class TeacherForcing:

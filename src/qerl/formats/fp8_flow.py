@@ -3,7 +3,8 @@
     y = Q(x) @ decode()^T        Q(x) = q * s, s = max |128 neighbors of a row| / 448, q = e4m3(x / s)
 
 The granularity is that of DeepSeek-V3 and Jet-RL (arXiv 2601.14243): 128 x 128 weights, 1 x 128 activations.
-Sampler and learner quantize the same numbers at the same points. kernels/fp8_linear.py has the product.
+Sampler and learner quantize the same numbers at the same points. kernels/linear/fp8_linear.py has the
+product.
 """
 
 import dataclasses

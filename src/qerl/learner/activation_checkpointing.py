@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from qerl.kernels.host_memory import usable_host_bytes
+from qerl.kernels.runtime.host_memory import usable_host_bytes
 from qerl.learner.chunked_mlp import feed_backward, feed_forward, mlp_linears, num_chunks
 from qerl.learner.kept_on_host import OnHost
 from qerl.models.decoder import Attend, Layer, RowContext, RunLayer, run_layer

@@ -1,4 +1,4 @@
-"""learn.backward: the numbers whose products give a linear's gradient (kernels/int8_product.py)."""
+"""learn.backward: the numbers whose products give a linear's gradient (kernels/linear/int8_product.py)."""
 
 import torch
 

@@ -6,8 +6,9 @@
 Gate, up and their gradients take 190 KB a row of an 8B model, more than all else of the layer; so they are
 in memory for one chunk, at most CHUNK_ROWS rows. A layer with more rows is always chunked: the products are
 large enough to run at full speed, and an operand is unpacked once for all chunks. Gradients have the bits of
-a layer that is not chunked, whose sums over rows are added up in the same order (kernels/matmul_fp32.py); on
-a GPU as far as cuBLAS chooses the same kernel for the chunk's products as for those of all rows.
+a layer that is not chunked, whose sums over rows are added up in the same order
+(kernels/pointwise/matmul_fp32.py); on a GPU as far as cuBLAS chooses the same kernel for the chunk's
+products as for those of all rows.
 
 Not chunked: experts, linears whose own weight is trained or whose adapter's inputs are dropped, whose masks
 are drawn for all rows at once, and FP8Flow, which scales blocks of rows.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import FP8Flow
-from qerl.kernels.matmul_fp32 import row_chunks
+from qerl.kernels.pointwise.matmul_fp32 import row_chunks
 from qerl.models.decoder import Layer, RowContext
 from qerl.models.linear import QuantLinear, holding
 from qerl.models.mlp import MLP

@@ -1,6 +1,6 @@
 """Logprobs and entropies of a packed batch's sampled tokens under the current model, with gradients.
 
-DecoderForward       our decoder: packed rows, chunks of logits (kernels/logprob.py)
+DecoderForward       our decoder: packed rows, chunks of logits (kernels/head/logprob.py)
 TransformersForward  padded_forward.py: transformers' model, a padded row for each sample
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from qerl.config import RunConfig
-from qerl.kernels.divergence import Head
-from qerl.kernels.logprob import chunked_logprob
+from qerl.kernels.head.divergence import Head
+from qerl.kernels.head.logprob import chunked_logprob
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.packing import PackedBatch

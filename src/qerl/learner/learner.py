@@ -32,7 +32,7 @@ from qerl.algo.kl import KL_RATIOS, k3
 from qerl.algo.loss import LOSSES
 from qerl.config import AlgoConfig, RunConfig
 from qerl.errors import RunError, UserError
-from qerl.kernels.divergence import chunked_divergence
+from qerl.kernels.head.divergence import chunked_divergence
 from qerl.learner.backward import set_backward
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.learner.forward import DecoderForward, forward_of

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.divergence import Head
-from qerl.kernels.gpu_memory import sent
-from qerl.kernels.logprob import Softcap
-from qerl.kernels.tree_attention import tree_attention
+from qerl.kernels.attention.attention_options import AttentionOptions
+from qerl.kernels.attention.tree_attention import tree_attention
+from qerl.kernels.head.divergence import Head
+from qerl.kernels.head.logprob import Softcap
+from qerl.kernels.runtime.gpu_memory import sent
 from qerl.learner.packing import PackedBatch
 from qerl.models.decoder import Decoder, RunLayer, run_layer
 from qerl.models.delta_net import recur_over

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from qerl.algo.segment import Segments
-from qerl.kernels.gpu_memory import sent
-from qerl.kernels.token_mask import TokenMask
-from qerl.kernels.tree_attention import TreeLayout
+from qerl.kernels.attention.tree_attention import TreeLayout
+from qerl.kernels.head.token_mask import TokenMask
+from qerl.kernels.runtime.gpu_memory import sent
 from qerl.types import Group, Prompt, Sample, TeacherLogprobs, Tree
 
 

@@ -13,8 +13,8 @@ import functools
 import torch
 from torch import Tensor
 
-from qerl.kernels.expert_product import RowEnds
-from qerl.kernels.routing import sort_layers
+from qerl.kernels.experts.expert_product import RowEnds
+from qerl.kernels.experts.routing import sort_layers
 from qerl.models.architecture import Architecture
 from qerl.models.mixture import ChosenRows, RowsByLayer
 

@@ -7,8 +7,8 @@ and the engine read nothing else of a family.
 import dataclasses
 from typing import Literal, NamedTuple
 
-from qerl.kernels.gated_delta_net import DeltaShape
-from qerl.kernels.swiglu import Activation
+from qerl.kernels.delta_net.gated_delta_net import DeltaShape
+from qerl.kernels.pointwise.swiglu import Activation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ class Mixture:
     has_bias: bool = False
     """Router and experts have biases."""
     swiglu_alpha: float | None = None
-    """Factor of the clamped SwiGLU of gpt-oss (kernels/clamped_swiglu.py); None: plain SwiGLU."""
+    """Factor of the clamped SwiGLU of gpt-oss (kernels/experts/clamped_swiglu.py); None: plain SwiGLU."""
     swiglu_limit: float = 7.0
     is_interleaved: bool = False
     """Rows of gate and up alternate: gate 0, up 0, gate 1, ..."""

@@ -35,8 +35,8 @@ from torch import Tensor
 from qerl.algo.batches import batches
 from qerl.errors import UserError
 from qerl.formats import PackedWeight
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.tree_attention import TreeLayout, tree_attention
+from qerl.kernels.attention.attention_options import AttentionOptions
+from qerl.kernels.attention.tree_attention import TreeLayout, tree_attention
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, RunLayer, run_layer
 from qerl.models.delta_net import recur_over

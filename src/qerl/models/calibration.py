@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import UserError
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.tree_attention import TreeLayout, tree_attention
+from qerl.kernels.attention.attention_options import AttentionOptions
+from qerl.kernels.attention.tree_attention import TreeLayout, tree_attention
 from qerl.models.decoder import Attend
 from qerl.models.delta_net import Recur, recur_over
 from qerl.tracking.json_lines import decode

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.head_norm import HeadNorms, turned_heads
-from qerl.kernels.rms_norm import rms_norm
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.attention.attention_options import AttentionOptions
+from qerl.kernels.attention.head_norm import HeadNorms, turned_heads
+from qerl.kernels.pointwise.rms_norm import rms_norm
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, layer_spec

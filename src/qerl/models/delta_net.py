@@ -6,8 +6,8 @@
     y = norm(o) * silu(z)                          in each value head; out_proj multiplies y
 
 The passes differ in the function recur(layer_index, inputs) -> o_TNV: the learner's goes over packed trees,
-the engine's reads and writes the states of its samples (kernels/gated_delta_net.py). Weights besides the
-linears are frozen and fp32. Source: Yang et al. 2024, as in Qwen3-Next and Qwen3.5.
+the engine's reads and writes the states of its samples (kernels/delta_net/gated_delta_net.py). Weights
+besides the linears are frozen and fp32. Source: Yang et al. 2024, as in Qwen3-Next and Qwen3.5.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qerl.kernels.gated_delta_net import DeltaInputs, DeltaShape, TreeSequences, mix_trees
+from qerl.kernels.delta_net.gated_delta_net import DeltaInputs, DeltaShape, TreeSequences, mix_trees
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LayerSpec
 from qerl.models.linear import QuantLinear

@@ -5,8 +5,8 @@ FusedBF16     [W_1 | b_1       ]    [sum N, K + R]: where BF16 weights and the a
 FusedPacked   [W_1; W_2; ...]       [sum N, K]: unpacked for each product, from any other format
 FP8Flow       codes and scales, one after the other, where 128 divides each N
 
-y = [x | u] @ [W | b]^T adds the adapters in the accumulator of the product (kernels/fused_linear.py). Each
-linear's BF16 or FP8Flow weight becomes a slice of the tensor, so there is no second copy, and
+y = [x | u] @ [W | b]^T adds the adapters in the accumulator of the product (kernels/linear/fused_linear.py).
+Each linear's BF16 or FP8Flow weight becomes a slice of the tensor, so there is no second copy, and
 `publish` writes its b there. Rows of FusedBF16 begin at multiples of 128 bytes.
 """
 

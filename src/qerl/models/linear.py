@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from qerl.formats import BF16, FP8Flow, PackedWeight
-from qerl.kernels.fp8_linear import fp8_linear
-from qerl.kernels.full_linear import full_linear
-from qerl.kernels.int8_codes import Rotation
-from qerl.kernels.lora_dropout import dropped_lora
-from qerl.kernels.lora_linear import Adapter, lora_linear
+from qerl.kernels.linear.fp8_linear import fp8_linear
+from qerl.kernels.linear.full_linear import full_linear
+from qerl.kernels.linear.int8_codes import Rotation
+from qerl.kernels.linear.lora_dropout import dropped_lora
+from qerl.kernels.linear.lora_linear import Adapter, lora_linear
 
 
 class OperandCache:

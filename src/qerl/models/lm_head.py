@@ -6,8 +6,8 @@
     fp8     codes, a scale for 128 x 128 of them          formats/fp8.py, scales of four significant bits
     nvfp4   tiles where the decode kernels run (packed_linear.py), else plain; alpha is 1 / g
 
-The decode kernel (kernels/head_sample.py) reads the packed weight, every other pass its operand, which is
-exact in bfloat16, so all passes have the same policy (tests/models/test_lm_head.py). A packed head is a
+The decode kernel (kernels/head/head_sample.py) reads the packed weight, every other pass its operand, which
+is exact in bfloat16, so all passes have the same policy (tests/models/test_lm_head.py). A packed head is a
 separate copy: the embedding stays in the compute dtype. An untied head's full weight is freed once it is
 packed. Its rows are padded with zeros to a multiple of 128 weights, as the decode kernel reads: gpt-oss's
 2,880 to 2,944.
@@ -21,13 +21,13 @@ from qerl.errors import UserError
 from qerl.formats import FP8, NVFP4, PackedWeight
 from qerl.formats.fp8 import BLOCK as FP8_BLOCK
 from qerl.formats.nvfp4 import BLOCK_WEIGHTS as NVFP4_BLOCK
-from qerl.kernels import tile_unpack
-from qerl.kernels.head_operand import HeadOperand, PackedOperand
-from qerl.kernels.head_sample import WIDTH_MULTIPLE
-from qerl.kernels.logprob import cap_
-from qerl.kernels.matmul_fp32 import product
-from qerl.kernels.nvfp4_decode import TILE_ROWS
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.head.head_operand import HeadOperand, PackedOperand
+from qerl.kernels.head.head_sample import WIDTH_MULTIPLE
+from qerl.kernels.head.logprob import cap_
+from qerl.kernels.pointwise.matmul_fp32 import product
+from qerl.kernels.tiles import tile_unpack
+from qerl.kernels.tiles.nvfp4_decode import TILE_ROWS
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.device import has_tile_kernels
 from qerl.models.packed_linear import PackedNVFP4, tile_group
 

@@ -3,10 +3,10 @@
     logits = router(x), in fp32      ids = the k largest      weights = softmax over all or over the chosen
     y = sum over the chosen e of weights_e * down_e(act(gate_e(x), up_e(x)))
 
-Rows are sorted by expert once a layer; the stacks of experts multiply them (kernels/grouped_linear.py). No
-token is dropped and no expert has a limit. The router is not quantized, and multiplies in fp32 whatever the
-compute dtype, so that rounding changes few routes. `Route` sees each layer's choice and may replace it: the
-engine records with it, the learner replays.
+Rows are sorted by expert once a layer; the stacks of experts multiply them
+(kernels/experts/grouped_linear.py). No token is dropped and no expert has a limit. The router is not
+quantized, and multiplies in fp32 whatever the compute dtype, so that rounding changes few routes. `Route`
+sees each layer's choice and may replace it: the engine records with it, the learner replays.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from qerl.formats import BF16
 from qerl.formats.stack import WeightStack
-from qerl.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_pairs
-from qerl.kernels.expert_product import RowEnds
-from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
-from qerl.kernels.matmul_fp32 import frozen_linear
-from qerl.kernels.routing import SortedRows, choose, combine, sort_rows, spread, weigh
-from qerl.kernels.swiglu import swiglu, swiglu_halves
+from qerl.kernels.experts.clamped_swiglu import clamped_swiglu, clamped_swiglu_pairs
+from qerl.kernels.experts.expert_product import RowEnds
+from qerl.kernels.experts.grouped_linear import GroupedAdapter, grouped_linear
+from qerl.kernels.experts.routing import SortedRows, choose, combine, sort_rows, spread, weigh
+from qerl.kernels.pointwise.matmul_fp32 import frozen_linear
+from qerl.kernels.pointwise.swiglu import swiglu, swiglu_halves
 from qerl.models.architecture import Architecture, Mixture
 from qerl.models.layer_spec import ExpertSpec, LayerSpec
 from qerl.models.linear import QuantLinear

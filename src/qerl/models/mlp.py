@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from qerl.kernels.swiglu import Activation, gated
+from qerl.kernels.pointwise.swiglu import Activation, gated
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec
 from qerl.models.linear import QuantLinear

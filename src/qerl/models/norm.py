@@ -6,7 +6,7 @@ The norms that AQN adds noise to are in `aqn/noised_norm.py`. Weights are frozen
 import torch
 from torch import Tensor, nn
 
-from qerl.kernels.rms_norm import rms_norm
+from qerl.kernels.pointwise.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -1,8 +1,8 @@
 """Outline a decoder without memory: one layer of each kind on the meta device, its weights in their layouts.
 
-Its passes launch what the whole decoder's do, so a dry run (kernels/nvrtc.py) lists the kernels of a model
-of which only config.json has been read. It assumes that weights whose shape fits tiles are in tiles; of an
-MXFP4 or FP8 weight the loader looks at the values too.
+Its passes launch what the whole decoder's do, so a dry run (kernels/runtime/nvrtc.py) lists the kernels of a
+model of which only config.json has been read. It assumes that weights whose shape fits tiles are in tiles;
+of an MXFP4 or FP8 weight the loader looks at the values too.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from torch import Tensor
 from qerl.config import AdapterConfig
 from qerl.formats import BF16, FORMATS, FP8, PackedWeight
 from qerl.formats.fp8 import BLOCK
-from qerl.kernels.nvfp4_tile import TILE_K, TILE_ROWS
-from qerl.kernels.tile_layout import TileLayout
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.tiles.nvfp4_tile import TILE_K, TILE_ROWS
+from qerl.kernels.tiles.tile_layout import TileLayout
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.adapter import add_adapter
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer

@@ -5,15 +5,15 @@
 
 Each linear's weight becomes a `PackedTiles`, its share of a `PackedGroup`; the plain codes and scales are
 freed. All passes read this one copy: a decode step reads the tiles, every other pass unpacks
-them for one product (kernels/tile_unpack.py). `project`, `project_swiglu` and `project_onto` multiply, in
-any format.
+them for one product (kernels/tiles/tile_unpack.py). `project`, `project_swiglu` and `project_onto` multiply,
+in any format.
 
 The permutation is exact, except that codes become 0 where a block's scale is 0 (nvfp4_decode.py). On a CPU
 outputs are bitwise the same before and after: tests/models/test_packed_linear.py.
 
-NF4, FP8 and INT8 have layouts of their own (kernels/tile_layout.py), which decode to the operand's bits. An
-NF4 block's maximum is stored as its fp32 value (0.5625 bytes a weight for 0.516): the kernels need not
-decode it.
+NF4, FP8 and INT8 have layouts of their own (kernels/tiles/tile_layout.py), which decode to the operand's
+bits. An NF4 block's maximum is stored as its fp32 value (0.5625 bytes a weight for 0.516): the kernels need
+not decode it.
 
 MXFP4's codes are NVFP4's, and its powers of two are E4M3 numbers once each row has a factor of its own: 18
 binades below the row's largest scale. So MXFP4 runs on the same kernels with the same values; the scale of a
@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import FORMATS, FP8, INT8, MXFP4, NF4, NVFP4, PackedWeight
-from qerl.kernels import nvfp4_decode, row_kernel, tile_layout, tile_unpack
-from qerl.kernels.fused_linear import (
+from qerl.kernels.linear.fused_linear import (
     LinearPart,
     Operand,
     fused_linear,
@@ -40,11 +39,13 @@ from qerl.kernels.fused_linear import (
     linear_onto,
     widened,
 )
-from qerl.kernels.int8_codes import NEIGHBORS, WeightTiles
-from qerl.kernels.nvfp4_tile import TILE_K, TILE_ROWS
-from qerl.kernels.swiglu import swiglu
-from qerl.kernels.tile_layout import TileLayout
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.linear.int8_codes import NEIGHBORS, WeightTiles
+from qerl.kernels.pointwise.swiglu import swiglu
+from qerl.kernels.runtime import row_kernel
+from qerl.kernels.tiles import nvfp4_decode, tile_layout, tile_unpack
+from qerl.kernels.tiles.nvfp4_tile import TILE_K, TILE_ROWS
+from qerl.kernels.tiles.tile_layout import TileLayout
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.fused_weights import FusedBF16, fuse_weights
 from qerl.models.linear import OperandGroup, QuantLinear
 from qerl.models.rotated_weight import is_rotated, rotated_operand

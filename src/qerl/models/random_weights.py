@@ -22,7 +22,7 @@ from torch import Tensor
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.errors import UserError, did_you_mean, require
 from qerl.formats import BF16, FP8, INT8, MXFP4, NF4, NVFP4, FP8Flow, PackedWeight
-from qerl.kernels.gated_delta_net import DeltaShape
+from qerl.kernels.delta_net.gated_delta_net import DeltaShape
 from qerl.models.architecture import Architecture, LayerKind, Mixture, Rope
 from qerl.models.decoder import Attention, Decoder, Layer
 from qerl.models.delta_net import GatedDeltaNet

@@ -11,8 +11,8 @@
     longrope  f_j / divisor_j, m = sqrt(1 + ln(factor) / ln(original length))
 
 `rotate_heads` also rotates the first elements of a head only, or neighbors as pairs. Angles and cosines are
-fp32; kernels/rotary.py rotates. Sources: Su et al. 2021 (default), Chen et al. 2023 (linear), the Llama 3.1
-release (llama3), Peng et al. 2023 (yarn), Ding et al. 2024 (longrope).
+fp32; kernels/attention/rotary.py rotates. Sources: Su et al. 2021 (default), Chen et al. 2023 (linear), the
+Llama 3.1 release (llama3), Peng et al. 2023 (yarn), Ding et al. 2024 (longrope).
 """
 
 import math
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qerl.kernels.rotary import rotate
+from qerl.kernels.attention.rotary import rotate
 from qerl.models.architecture import Rope
 
 
@@ -77,7 +77,8 @@ def magnitude(rope: Rope) -> float:
 
 
 def cosine_sine(positions_T: Tensor, frequencies: Tensor, size: float) -> tuple[Tensor, Tensor]:
-    """Return (cosine, sine) for kernels/rotary.py, fp32 [T, 1, H]; the sine is negative in the first half."""
+    """Return (cosine, sine) for kernels/attention/rotary.py, fp32 [T, 1, H]; the sine is negative in the
+    first half."""
     angle = positions_T[:, None].float() * frequencies
     cosine, sine = angle.cos() * size, angle.sin() * size
     return torch.cat((cosine, cosine), -1)[:, None], torch.cat((-sine, sine), -1)[:, None]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl.kernels.fused_linear import Operand, RotatedOperand
-from qerl.kernels.int8_codes import NEIGHBORS, RotatedWeight, Rotation, Weight, WeightTiles, can_rotate
+from qerl.kernels.linear.fused_linear import Operand, RotatedOperand
+from qerl.kernels.linear.int8_codes import NEIGHBORS, RotatedWeight, Rotation, Weight, WeightTiles, can_rotate
 from qerl.models.linear import OperandGroup, QuantLinear
 
 

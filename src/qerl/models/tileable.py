@@ -11,9 +11,9 @@ from torch import Tensor
 
 from qerl.formats import FP8, INT8, MXFP4, NF4, NVFP4, PackedWeight
 from qerl.formats.fp8 import BLOCK
-from qerl.kernels import nvfp4_decode
-from qerl.kernels.nvfp4_tile import TILE_K
-from qerl.kernels.tile_layout import MOST_FP8_SCALE, TileLayout
+from qerl.kernels.tiles import nvfp4_decode
+from qerl.kernels.tiles.nvfp4_tile import TILE_K
+from qerl.kernels.tiles.tile_layout import MOST_FP8_SCALE, TileLayout
 
 _MOST_BINADES, _LEAST_BINADES = 8, 9  # E4M3 has the powers of two from 2^-9 to 2^8
 _LEAST_EXPONENT, _MOST_EXPONENT = 32, 222  # of MXFP4's scales, biased: factors stay normal fp32 numbers

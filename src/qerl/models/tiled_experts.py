@@ -3,9 +3,9 @@
     tiles        uint8 [E, N / 64, K / 64, 2304]    gate | up: rows of an expert in `swiglu_order`
     factors_EN   fp32, in the order of the tiles    scales   as PackedGroup has them, in the weight's order
 
-Every other pass unpacks one expert for its product (kernels/grouped_linear.py), rows in the order in which
-they were stored. As for linears (packed_linear.py) the permutation is exact, except that codes become 0 where
-a block's scale is 0: tests/models/test_tiled_experts.py.
+Every other pass unpacks one expert for its product (kernels/experts/grouped_linear.py), rows in the order in
+which they were stored. As for linears (packed_linear.py) the permutation is exact, except that codes become
+0 where a block's scale is 0: tests/models/test_tiled_experts.py.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from qerl.formats import MXFP4, NVFP4, PackedWeight
 from qerl.formats.stack import PackedStack, WeightStack
-from qerl.kernels import tile_unpack
-from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
-from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.tiles import tile_unpack
+from qerl.kernels.tiles.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.mixture import ExpertLinear
 from qerl.models.packed_linear import can_tile, tile_group
 

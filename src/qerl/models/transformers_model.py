@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qerl.aqn.module_noise import ModuleNoise, add_noise
 from qerl.aqn.noise_table import NoiseTable
 from qerl.errors import UserError
-from qerl.kernels.matmul_fp32 import frozen_linear
+from qerl.kernels.pointwise.matmul_fp32 import frozen_linear
 from qerl.models.backend import language_limits
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear

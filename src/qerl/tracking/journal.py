@@ -28,7 +28,7 @@ from rich.console import Console
 
 from qerl.config import RunConfig
 from qerl.errors import RunError, StoppedAtOnce, UserError, redact, require
-from qerl.kernels.gpu_memory import peak_bytes
+from qerl.kernels.runtime.gpu_memory import peak_bytes
 from qerl.tracking.async_logger import AsyncLogger, num_sent
 from qerl.tracking.atomic_file import (
     Lock,

@@ -9,9 +9,9 @@ import torch
 
 from qerl.config import RunConfig
 from qerl.engine.planned_kernels import planned_kernels
-from qerl.kernels.architectures import architecture_name
-from qerl.kernels.compile_ahead import BackgroundCompiler
-from qerl.kernels.nvrtc import KernelVariant
+from qerl.kernels.runtime.architectures import architecture_name
+from qerl.kernels.runtime.compile_ahead import BackgroundCompiler
+from qerl.kernels.runtime.nvrtc import KernelVariant
 from qerl.learner.planned_pass import pass_kernels
 from qerl.models.architecture import Architecture
 from qerl.models.backend import backend_of

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
-from qerl.kernels.compile_tally import TALLY
+from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.models.adapter import load_adapter
 from qerl.models.decoder import Decoder

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig, SftConfig
 from qerl.errors import quantity, require
-from qerl.kernels.compile_tally import TALLY
+from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.learner.metrics import Tally
 from qerl.models.adapter import load_adapter

@@ -23,7 +23,7 @@ from qerl.algo.distillation import LEAST_LOGPROB
 from qerl.config import RunConfig
 from qerl.engine.engine import Engine
 from qerl.errors import require
-from qerl.kernels.divergence import top_outcomes
+from qerl.kernels.head.divergence import top_outcomes
 from qerl.learner.checkpoint import OPTIMIZER, adapter_folder
 from qerl.learner.minibatch import MinibatchPart
 from qerl.learner.oom_retry import OomRetry

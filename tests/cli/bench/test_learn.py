@@ -13,7 +13,7 @@ from cli.bench.test_record import ORIGIN
 from qerl.cli.bench import learn
 from qerl.cli.bench.options import BenchLearnOptions
 from qerl.errors import UserError
-from qerl.kernels import flash_attention_4
+from qerl.kernels.attention import flash_attention_4
 from qerl.models import mixture
 from qerl.models.random_weights import SHAPES, random_decoder
 

@@ -32,7 +32,7 @@ from qerl.cli.bench.roofline import LIMITS
 from qerl.cli.bench.schedule import Lengths
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.errors import UserError
-from qerl.kernels.flash_attention_4 import version_used
+from qerl.kernels.attention.flash_attention_4 import version_used
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from qerl.errors import UserError
-from qerl.kernels.gpu_memory import describe_pieces, peak_bytes, peak_reserved_bytes, reset_peaks
+from qerl.kernels.runtime.gpu_memory import describe_pieces, peak_bytes, peak_reserved_bytes, reset_peaks
 
 R = TypeVar("R")
 
@@ -20,7 +20,7 @@ def cuda_device() -> torch.device:
 
 
 class Meter:
-    """Reads a GPU's memory as kernels/gpu_memory.py counts it; all figures are 0 on a CPU."""
+    """Reads a GPU's memory as kernels/runtime/gpu_memory.py counts it; all figures are 0 on a CPU."""
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 
 from qerl.cli.bench.timing import graph_times
-from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pack
-from qerl.kernels.nvfp4_tile import MOST_TOKENS
-from qerl.kernels.portable_product import PortableProduct
+from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pack
+from qerl.kernels.tiles.nvfp4_tile import MOST_TOKENS
+from qerl.kernels.tiles.portable_product import PortableProduct
 from qerl.models.layer_spec import LinearGroupSpec
 
 _WEIGHT_BYTES = 4e8

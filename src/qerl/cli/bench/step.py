@@ -34,7 +34,7 @@ from qerl.cli.bench.options import BenchStepOptions
 from qerl.cli.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
-from qerl.kernels.flash_attention_4 import version_used
+from qerl.kernels.attention.flash_attention_4 import version_used
 from qerl.learner import Learner
 from qerl.learner.distributed import ALONE, Ranks, join_ranks
 from qerl.learner.plan import memory as plan

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from qerl.kernels.cuda_graph import record_graph
+from qerl.kernels.runtime.cuda_graph import record_graph
 
 _WARM_UP_RUNS = 3
 

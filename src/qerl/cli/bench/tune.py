@@ -2,7 +2,7 @@
 
 Each candidate is timed in a CUDA graph of launches with distinct weights, as a decode step launches it. One
 choice serves up to 32 tokens, so its times at 8 and at 32 tokens count equally. The table is written to
-$QERL_CACHE/portable_tile.json, where the kernels find it (kernels/portable_table.py).
+$QERL_CACHE/portable_tile.json, where the kernels find it (kernels/tiles/portable_table.py).
 """
 
 import math
@@ -16,12 +16,12 @@ from qerl.cli.bench.options import BenchTuneOptions
 from qerl.cli.bench.product import Product, timed_batches
 from qerl.cli.bench.record import Origin, read_origin
 from qerl.errors import UserError
-from qerl.kernels.architectures import architecture_of
-from qerl.kernels.compile_ahead import compile_ahead
-from qerl.kernels.nvfp4_tile import MOST_TOKENS
-from qerl.kernels.portable_product import PortableProduct
-from qerl.kernels.portable_table import MeasuredChoice, merged, own_file
-from qerl.kernels.portable_tile import PortableChoice, PortableTile, candidates
+from qerl.kernels.runtime.architectures import architecture_of
+from qerl.kernels.runtime.compile_ahead import compile_ahead
+from qerl.kernels.tiles.nvfp4_tile import MOST_TOKENS
+from qerl.kernels.tiles.portable_product import PortableProduct
+from qerl.kernels.tiles.portable_table import MeasuredChoice, merged, own_file
+from qerl.kernels.tiles.portable_tile import PortableChoice, PortableTile, candidates
 from qerl.models.device import best_kernels
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape

@@ -16,7 +16,7 @@ import math
 import torch
 
 from qerl.config import RunConfig
-from qerl.kernels.matmul_fp32 import CHUNK_ROWS
+from qerl.kernels.pointwise.matmul_fp32 import CHUNK_ROWS
 from qerl.learner.plan import mixture
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
@@ -36,7 +36,8 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
 
 
 def saves_up(config: RunConfig) -> bool:
-    """True if swiglu's backward pass reads up; else it recovers up from its result (kernels/swiglu.py)."""
+    """True if swiglu's backward pass reads up; else it recovers up from its result
+    (kernels/pointwise/swiglu.py)."""
     return config.model.format == "fp8-flow"
 
 

@@ -2,11 +2,11 @@
 
     peak = what is always allocated + the largest of what sampling, a teacher and learning allocate besides
 
-Assumed: the KV cache and the learner use the same memory in turns (kernels/virtual_memory.py), weights are
-packed, and all samples have the maximum length. Shorter samples fill learn.max_tokens_per_microbatch better.
-W weights a layer, n weights in the adapter, T rows in a micro-batch; D F N K H V as in types.py. Sizes are
-for bf16; with model.dtype fp32 (`element_bytes`; not measured yet) everything that is not packed takes 4
-bytes instead of 2:
+Assumed: the KV cache and the learner use the same memory in turns (kernels/runtime/virtual_memory.py),
+weights are packed, and all samples have the maximum length. Shorter samples fill
+learn.max_tokens_per_microbatch better. W weights a layer, n weights in the adapter, T rows in a micro-batch;
+D F N K H V as in types.py. Sizes are for bf16; with model.dtype fp32 (`element_bytes`; not measured yet)
+everything that is not packed takes 4 bytes instead of 2:
 
     weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
     adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n, not of experts;
@@ -37,10 +37,10 @@ from qerl.engine.kv_cache import FP8
 from qerl.engine.scheduler import num_pages, own_pages
 from qerl.engine.state_cache import slot_bytes
 from qerl.formats import FORMATS
-from qerl.kernels.fused_linear import WIDE_ROWS
-from qerl.kernels.head_operand import slice_columns
-from qerl.kernels.int8_codes import code_bytes, row_code_bytes
-from qerl.kernels.matmul_fp32 import CHUNK_ROWS
+from qerl.kernels.head.head_operand import slice_columns
+from qerl.kernels.linear.fused_linear import WIDE_ROWS
+from qerl.kernels.linear.int8_codes import code_bytes, row_code_bytes
+from qerl.kernels.pointwise.matmul_fp32 import CHUNK_ROWS
 from qerl.learner.plan import mixture
 from qerl.learner.plan.activations import (
     compute_dtype,
@@ -184,7 +184,8 @@ def adapter_column_bytes(a: Architecture, config: RunConfig) -> int:
 
 
 def operand_cache_bytes(a: Architecture, config: RunConfig) -> float:
-    """Return the bytes of all layers' operands; FP8 multiplies its codes directly (kernels/fp8_linear.py)."""
+    """Return the bytes of all layers' operands; FP8 multiplies its codes directly
+    (kernels/linear/fp8_linear.py)."""
     if config.model.format == "fp8-flow":
         return 0.0
     operands = sum(n * sum(each) for each, n in operand_bytes(a, config))

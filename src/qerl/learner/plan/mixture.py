@@ -3,7 +3,7 @@
     weights      as their format packs them; NVFP4 and MXFP4 in the decode kernels' tiles, 0.5625 bytes a
                  weight and two factors for each output, and a bias in fp32 besides
     adapters     rank * (E K + E N) a stack, a shared A or B once
-    unpacked     the learner's buffer (kernels/expert_product.py), or one expert at a time
+    unpacked     the learner's buffer (kernels/experts/expert_product.py), or one expert at a time
     activations  of k experts a row: x for adapters, gate and up, h for adapters, y
 
 k experts chosen of E; D F K N as in types.py. tests/learner/test_plan_mixture.py
@@ -12,13 +12,13 @@ holds each sum against one written out by hand.
 
 from qerl.config import AdapterConfig, RunConfig
 from qerl.formats import FORMATS
-from qerl.kernels.expert_product import buffer_experts
+from qerl.kernels.experts.expert_product import buffer_experts
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import ExpertSpec, counted_specs
 
 _TILED = ("nvfp4", "mxfp4")
 _TILE_BYTES = 0.5625
-_KERNEL_UNPACK_BYTES = 2.5625  # moved by kernels/stack_unpack.py for each 4-bit weight
+_KERNEL_UNPACK_BYTES = 2.5625  # moved by kernels/experts/stack_unpack.py for each 4-bit weight
 
 
 def stack_bytes(x: ExpertSpec, format: str) -> float:

@@ -4,7 +4,7 @@ fourth with gated attention, of which a quarter of each head is rotated. Norms m
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.kernels.gated_delta_net import DeltaShape
+from qerl.kernels.delta_net.gated_delta_net import DeltaShape
 from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.families.dense import dense, read_head_size, read_num_layers
 from qerl.models.families.reader import ConfigReader, NotDescribedError, short_text

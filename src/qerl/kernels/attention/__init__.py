@@ -1,0 +1,1 @@
+"""Attention over packed rows, trees and paged caches; rotation and norms of heads."""

@@ -1,0 +1,1 @@
+"""Gated DeltaNet: its chunked pass, its decode step and its short convolution."""

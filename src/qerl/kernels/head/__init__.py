@@ -1,0 +1,1 @@
+"""The sampling head, log-probabilities and divergences over the vocabulary."""

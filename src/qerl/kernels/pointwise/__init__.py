@@ -1,0 +1,1 @@
+"""Norms, activations, small sums, and the fp32 products of gradients."""

@@ -1,0 +1,1 @@
+"""Compiling, launching and recording of CUDA kernels, and the memory of device and host."""
