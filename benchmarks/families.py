@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-from qerl.engine.decode_kernels import kernel_obstacle
-from qerl.engine.runner_cache import exact_mode_obstacle, kernel_head
+from qerl.engine.decode.kernel_forward import kernel_obstacle
+from qerl.engine.decode.runner_cache import exact_mode_obstacle, kernel_head
 from qerl.kernels.attention.flash_attention import is_for_flash
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer

@@ -201,7 +201,7 @@ class BegunSample:
     routes: bytes | None = None
     """As in Sample, once it is finished."""
     cache: Any = dataclasses.field(default=None, compare=False, repr=False)
-    """Its part of the engine's cache (engine/carried_cache.py); None: it is computed again."""
+    """Its part of the engine's cache (engine/schedule/carried_cache.py); None: it is computed again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

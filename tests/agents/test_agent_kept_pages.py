@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 from agent_episodes import load_tiny, playing, turns_of
 
-from qerl.engine.kept_pages import KeptPages
-from qerl.engine.prefill import Prefill
+from qerl.engine.prefill.prefill import Prefill
+from qerl.engine.schedule.kept_pages import KeptPages
 
 pytest.importorskip("starlette")
 pytest.importorskip("openai")

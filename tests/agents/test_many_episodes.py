@@ -12,9 +12,9 @@ from agent_episodes import CHATML, playing, turns_of
 import tiny_run
 from engine.parts import packed_logprobs
 from qerl.config import EngineConfig, ModelConfig, NoiseConfig, RunConfig
-from qerl.engine.kv_cache import page_bytes
-from qerl.engine.page_pool import PagePool
-from qerl.engine.scheduler import Scheduler
+from qerl.engine.cache.kv_cache import page_bytes
+from qerl.engine.schedule.page_pool import PagePool
+from qerl.engine.schedule.scheduler import Scheduler
 from qerl.models.source import locate
 from qerl.models.tokenizer import stop_token_ids
 from qerl.serve.loaded_model import LoadedModel

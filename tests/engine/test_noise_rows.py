@@ -10,8 +10,8 @@ from learner.tiny import run_config
 from models.tiny import forest, packed, tiny
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
+from qerl.engine.cache.kv_cache import page_bytes
 from qerl.engine.generation import Generation
-from qerl.engine.kv_cache import page_bytes
 from qerl.learner import Learner
 from qerl.models.adapter import add_adapter
 from qerl.types import Group

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.decode.test_decode_kernels import NEVER, decoder_of, small_prompts
+from engine.decode.test_decode_kernels import pytestmark as pytestmark
 from engine.parts import drawn, engine_of
-from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
-from engine.test_decode_kernels import pytestmark as pytestmark
 from learner.tiny import run_config
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig

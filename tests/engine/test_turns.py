@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from alone import alone
+from engine.decode.test_decode_kernels import NEVER, decoder_of, small_prompts
 from engine.parts import drawn, engine_of
-from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
-from qerl.engine import runner_cache
+from qerl.engine.decode import runner_cache
 from qerl.errors import UserError
 
 pytestmark = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from alone import IS_ALONE
+from engine.decode.test_decode_kernels import NEVER, decoder_of, small_prompts
 from engine.parts import engine_of
-from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.kernels.runtime import gpu_memory
 from qerl.learner import Learner

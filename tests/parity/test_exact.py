@@ -2,7 +2,8 @@
 
     prefill in one piece = in chunks      prefill = decode      engine = learner      one batch = another
 
-Graph = eager: tests/engine/test_decode_kernels.py. With the GPU's kernels: tests/parity/test_exact_hopper.py.
+Graph = eager: tests/engine/decode/test_decode_kernels.py. With the GPU's kernels:
+tests/parity/test_exact_hopper.py.
 """
 
 from dataclasses import replace
@@ -16,10 +17,10 @@ from learner.tiny import run_config
 from models.tiny import oracle, ported, tiny
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
-from qerl.engine.kv_cache import page_bytes
-from qerl.engine.prefill import Prefill, PrefillChunk
-from qerl.engine.runner_cache import RunnerCache
-from qerl.engine.teacher_forcing import TeacherForcing
+from qerl.engine.cache.kv_cache import page_bytes
+from qerl.engine.decode.runner_cache import RunnerCache
+from qerl.engine.decode.teacher_forcing import TeacherForcing
+from qerl.engine.prefill.prefill import Prefill, PrefillChunk
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.learner import Learner

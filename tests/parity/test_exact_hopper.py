@@ -6,15 +6,15 @@ from functools import partial
 import pytest
 import torch
 
+from engine.decode.test_decode_kernels import LENGTHS, NEVER, SMALL, decoder_of, pytestmark, small_prompts
 from engine.parts import engine_of
-from engine.test_decode_kernels import LENGTHS, NEVER, SMALL, decoder_of, pytestmark, small_prompts
 from learner.tiny import run_config
 from qerl.aqn.norm_noise import noised
 from qerl.config import SampleConfig
-from qerl.engine.decode_kernels import KernelForward
-from qerl.engine.fused_linear import PackedLinears
-from qerl.engine.prefill import Prefill, PrefillChunk
-from qerl.engine.runner_cache import RunnerCache
+from qerl.engine.decode.fused_linear import PackedLinears
+from qerl.engine.decode.kernel_forward import KernelForward
+from qerl.engine.decode.runner_cache import RunnerCache
+from qerl.engine.prefill.prefill import Prefill, PrefillChunk
 from qerl.learner import Learner
 from qerl.models.random_weights import SHAPES
 from qerl.types import Sampling

@@ -6,18 +6,18 @@ from functools import partial
 import pytest
 import torch
 
+from engine.cache.test_recurrent_states import FEW, gb_for
+from engine.decode.test_decode_hybrid_gpu import ARCHITECTURES
+from engine.decode.test_decode_kernels import decoder_of
 from engine.parts import branched, engine_of, prompts_of
-from engine.test_decode_hybrid_gpu import ARCHITECTURES
-from engine.test_decode_kernels import decoder_of
-from engine.test_recurrent_states import FEW, gb_for
 from learner.tiny import run_config
 from models.family_rows import load, oracle, save
 from parity.test_exact import SAMPLING, gap, groups_of, taught
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, SampleConfig
-from qerl.engine import decode_forward
-from qerl.engine.prefill import Prefill, PrefillChunk
-from qerl.engine.runner_cache import RunnerCache, exact_mode_obstacle
+from qerl.engine.decode import forward as decode_forward
+from qerl.engine.decode.runner_cache import RunnerCache, exact_mode_obstacle
+from qerl.engine.prefill.prefill import Prefill, PrefillChunk
 from qerl.learner import Learner
 from qerl.models.adapter import adapter_tensors, add_adapter, publish
 

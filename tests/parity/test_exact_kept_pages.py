@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.parts import engine_of, prompts_of
-from engine.test_window_pages import windowed
+from engine.schedule.test_window_pages import windowed
 from models.family_rows import load, oracle, save
 from parity import test_exact, test_exact_mixtures
 from qerl.engine import LiveRequest

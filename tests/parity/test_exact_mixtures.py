@@ -11,7 +11,7 @@ from learner.tiny import run_config
 from parity.test_exact import SAMPLING, gap, groups_of, recorded, taught
 from qerl.aqn.norm_noise import noised
 from qerl.config import AlgoConfig, SampleConfig
-from qerl.engine.decode_forward import TorchForward
+from qerl.engine.decode.forward import TorchForward
 from qerl.learner import Learner
 from qerl.models.random_weights import SHAPES, random_decoder
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.engine.detokenizer import Detokenizer
+from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.serve.stream import TextStream
 from qerl.types import Sample
 from serve import parts

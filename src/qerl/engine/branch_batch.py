@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from qerl.engine.generation import Generation
-from qerl.engine.live_sample import LiveGroup, LiveSample
+from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.types import Group, Pivot
 
 

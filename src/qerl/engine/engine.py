@@ -31,25 +31,25 @@ from transformers import PreTrainedTokenizerBase
 from qerl.algo.batches import batches
 from qerl.config import EngineConfig
 from qerl.engine.branch_batch import BranchBatch
-from qerl.engine.cache_size import CacheSize, PageCounts, rounded_up_gb
-from qerl.engine.carried_cache import HostPieces
-from qerl.engine.decode_runner import DecodeRunner
-from qerl.engine.detokenizer import Detokenizer
+from qerl.engine.cache.budget import free_bytes, max_cache_bytes, new_cache_bytes
+from qerl.engine.cache.kv_cache import FP8, KVCache
+from qerl.engine.cache.size import CacheSize, PageCounts, rounded_up_gb
+from qerl.engine.cache.state_cache import StateCache, slot_bytes
+from qerl.engine.decode.runner import DecodeRunner
+from qerl.engine.decode.runner_cache import RunnerCache
 from qerl.engine.generation import Call, Generation
-from qerl.engine.kept_pages import KeptPages
-from qerl.engine.kv_budget import free_bytes, max_cache_bytes, new_cache_bytes
-from qerl.engine.kv_cache import FP8, KVCache
-from qerl.engine.live_sample import LiveGroup
-from qerl.engine.page_pool import PagePool
-from qerl.engine.prefill import Prefill
-from qerl.engine.row_sampler import RowSampler
-from qerl.engine.runner_cache import RunnerCache
+from qerl.engine.prefill.prefill import Prefill
+from qerl.engine.sampling.detokenizer import Detokenizer
+from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
-from qerl.engine.scheduler import Scheduler, num_pages
+from qerl.engine.schedule.carried_cache import HostPieces
+from qerl.engine.schedule.kept_pages import KeptPages
+from qerl.engine.schedule.live_sample import LiveGroup
+from qerl.engine.schedule.page_pool import PagePool
+from qerl.engine.schedule.scheduler import Scheduler, num_pages
+from qerl.engine.schedule.window_pages import WindowPages
 from qerl.engine.score import score
-from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.engine.stats import Stats
-from qerl.engine.window_pages import WindowPages
 from qerl.errors import UserError
 from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.models.decoder import Decoder

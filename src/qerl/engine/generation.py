@@ -19,13 +19,13 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from qerl.engine.decode_runner import FIRST_TOKEN_ROWS, Burst
-from qerl.engine.detokenizer import Detokenizer
+from qerl.engine.cache.state_cache import StateCache
+from qerl.engine.decode.runner import FIRST_TOKEN_ROWS, Burst
 from qerl.engine.generation_parts import PromptForward, SampleCaches, StepRunner
-from qerl.engine.live_sample import LiveGroup, LiveSample
-from qerl.engine.prefill import PrefillChunk
-from qerl.engine.scheduler import Scheduler
-from qerl.engine.state_cache import StateCache
+from qerl.engine.prefill.prefill import PrefillChunk
+from qerl.engine.sampling.detokenizer import Detokenizer
+from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
+from qerl.engine.schedule.scheduler import Scheduler
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.types import Conversation, Prompt, Turn

@@ -5,12 +5,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from qerl.engine.carried_cache import CachedSpan, CarriedCache
-from qerl.engine.decode_runner import Burst
-from qerl.engine.live_sample import LiveSample
-from qerl.engine.prefill import PrefillChunk
-from qerl.engine.sampler import Sampler
-from qerl.engine.state_cache import StateCache
+from qerl.engine.cache.state_cache import StateCache
+from qerl.engine.decode.runner import Burst
+from qerl.engine.prefill.prefill import PrefillChunk
+from qerl.engine.sampling.sampler import Sampler
+from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
+from qerl.engine.schedule.live_sample import LiveSample
 
 
 class SampleCaches(Protocol):

@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from qerl.engine.constraint import AllowedLog, TokenConstraint
-from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation
-from qerl.engine.live_sample import LiveGroup, LiveSample
-from qerl.engine.prompt_logprobs import PromptLogprobs
+from qerl.engine.sampling.detokenizer import Detokenizer
+from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
+from qerl.engine.schedule.constraint import AllowedLog, TokenConstraint
+from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.errors import UserError
 from qerl.types import Prompt, Sample, Sampling, TokenLogprob
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.engine.branch_batch import BranchBatch
-from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Call, Generation
 from qerl.engine.live_batch import LiveBatch
-from qerl.engine.live_sample import LiveGroup, LiveSample
+from qerl.engine.sampling.detokenizer import Detokenizer
+from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.kernels.runtime.compile_tally import CompileReport

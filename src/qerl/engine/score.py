@@ -15,12 +15,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from qerl.engine.kv_cache import KVCache
-from qerl.engine.page_pool import PagePool
-from qerl.engine.prefill import PrefillChunk
-from qerl.engine.sampler import Sampler
-from qerl.engine.scheduler import num_pages, own_pages
-from qerl.engine.teacher_forcing import TeacherForcing
+from qerl.engine.cache.kv_cache import KVCache
+from qerl.engine.decode.teacher_forcing import TeacherForcing
+from qerl.engine.prefill.prefill import PrefillChunk
+from qerl.engine.sampling.sampler import Sampler
+from qerl.engine.schedule.page_pool import PagePool
+from qerl.engine.schedule.scheduler import num_pages, own_pages
 from qerl.kernels.head.token_mask import TokenMask
 from qerl.types import AllowedTokens, Group, Sample
 

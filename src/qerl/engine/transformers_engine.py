@@ -19,17 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
-from qerl.engine.carried_cache import CachedSpan, CarriedCache
-from qerl.engine.decode_runner import Burst
+from qerl.engine.decode.runner import Burst
 from qerl.engine.generation import Call, Generation
-from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.lockstep import Lockstep, begin
-from qerl.engine.page_pool import PagePool
-from qerl.engine.prefill import PrefillChunk
-from qerl.engine.row_sampler import RowSampler
-from qerl.engine.sampler import Sampler, TorchSampler
+from qerl.engine.prefill.prefill import PrefillChunk
+from qerl.engine.sampling.row_sampler import RowSampler
+from qerl.engine.sampling.sampler import Sampler, TorchSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
-from qerl.engine.scheduler import Scheduler, min_group_pages, num_pages
+from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
+from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
+from qerl.engine.schedule.page_pool import PagePool
+from qerl.engine.schedule.scheduler import Scheduler, min_group_pages, num_pages
 from qerl.models.transformers_model import TransformersModel
 from qerl.types import Prompt, Sampling
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from qerl.engine import LiveBatch, LiveRequest
-from qerl.engine.constraint import TokenConstraint
-from qerl.engine.prompt_logprobs import PromptLogprobs
+from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.schedule.constraint import TokenConstraint
 from qerl.errors import UserError
 from qerl.types import Prompt, Sample, Sampling, TokenLogprob
 

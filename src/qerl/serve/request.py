@@ -7,7 +7,7 @@ from typing import Any
 
 from qerl.algo.seeds import mix
 from qerl.config.options import ServeOptions
-from qerl.engine.prompt_logprobs import PromptLogprobs
+from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.errors import UserError
 from qerl.serve.batcher import PendingRequest
 from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody

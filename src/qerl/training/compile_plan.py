@@ -8,7 +8,7 @@ the disk cache, so the run that meets other kernels, or this part's errors, comp
 import torch
 
 from qerl.config import RunConfig
-from qerl.engine.planned_kernels import planned_kernels
+from qerl.engine.decode.planned_kernels import planned_kernels
 from qerl.kernels.runtime.architectures import architecture_name
 from qerl.kernels.runtime.compile_ahead import BackgroundCompiler
 from qerl.kernels.runtime.nvrtc import KernelVariant

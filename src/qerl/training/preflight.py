@@ -24,7 +24,7 @@ import torch
 from qerl.algo.seeds import mix
 from qerl.config import RunConfig
 from qerl.config.task import is_environment_name
-from qerl.engine.decode_kernels import NO_KERNELS, kernel_obstacle
+from qerl.engine.decode.kernel_forward import NO_KERNELS, kernel_obstacle
 from qerl.errors import RunError, UserError, printable, redact, require
 from qerl.models.backend import backend_of, language_limits, transformers_config
 from qerl.models.device import COMPUTE, Kernels, choose_kernels, resolve_device

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from qerl.algo.seeds import mix
-from qerl.engine.detokenizer import Detokenizer
+from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.engine.stats import Stats
 from qerl.types import Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, Sampling

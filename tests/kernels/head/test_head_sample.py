@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import rms_error
-from qerl.engine.token_sampling import sample_tokens
+from qerl.engine.sampling.token_sampling import sample_tokens
 from qerl.formats import BF16, FP8, NVFP4
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.head import head_sample as op

@@ -19,7 +19,7 @@ import torch
 
 from qerl import formats
 from qerl.cli.bench.case import FORMATS, DecodeCase, SamplingCase
-from qerl.engine.state_cache import slot_bytes
+from qerl.engine.cache.state_cache import slot_bytes
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import layer_specs
 

@@ -22,7 +22,7 @@ import dataclasses
 import torch
 
 from qerl.config import RunConfig
-from qerl.engine.state_cache import slot_bytes
+from qerl.engine.cache.state_cache import slot_bytes
 from qerl.errors import UserError, did_you_mean, require
 from qerl.formats import FORMATS
 from qerl.learner.plan.memory import kv_cache_bytes, num_trained_weights, weight_bytes

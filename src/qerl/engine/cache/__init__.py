@@ -1,0 +1,1 @@
+"""Keys, values and recurrent states: their memory, layout and size."""

@@ -1,0 +1,1 @@
+"""The forward pass over prompts, in chunks."""

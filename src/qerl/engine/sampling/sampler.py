@@ -1,0 +1,105 @@
+"""Sample the next token of every row from hidden states, and advance the decode state.
+
+    TorchSampler   logits, then token_sampling.py: all sampling parameters, any device
+    RowSampler     row_sampler.py: the same for rows that differ in their parameters
+    FusedSampler   kernels/head/head_sample.py: temperature only, logits never written to memory, on a GPU
+
+A token's randomness is a function of its row's key and position. TorchSampler uses seeds.uniform of (seed,
+step, prompt, sample, token index in the sample), with the last round computed on the device: the same bits on
+every device (tests/engine/sampling/test_sampler.py). FusedSampler uses the kernel's own generator.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qerl.algo.seeds import last_round, mix, rounds
+from qerl.engine.sampling.token_sampling import sample_tokens, score_tokens
+from qerl.engine.schedule.live_sample import LiveSample
+from qerl.kernels.attention.decode_state import DecodeState
+from qerl.kernels.head.head_sample import HeadSample
+from qerl.models.policy_model import PolicyModel
+from qerl.types import Sampling
+
+
+class Sampler(Protocol):
+    is_capturable: bool
+    """True if a step can be captured in a CUDA graph: it never waits for the device."""
+
+    def bind(self, samples_B: list[LiveSample]) -> None:
+        """Sample for these rows from now on; is_capturable may change."""
+        ...
+
+    def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
+        """Return the row key of (seed, step, prompt, sample) or (seed, step, prompt, sample, branch)."""
+        ...
+
+    def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (tokens_M, logprobs_M) after hidden states at these positions; NaN logits give a NaN."""
+        ...
+
+    def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
+        """Sample for the first B rows and advance them; see kernels/attention/decode_state.py."""
+        ...
+
+    def score(
+        self, hidden_MD: Tensor, tokens_M: Tensor, leave_out: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """Return logprobs_M of these int64 tokens, bitwise as if they were sampled from as many rows.
+        leave_out: fills in place the logits of tokens that a grammar did not allow."""
+        ...
+
+
+class TorchSampler:
+    def __init__(self, decoder: PolicyModel, sampling: Sampling, stop_tokens: Tensor):
+        self._decoder, self._sampling, self._stop_tokens = decoder, sampling, stop_tokens
+        self.is_capturable = sampling.top_p is None or sampling.top_p >= 1
+
+    def bind(self, samples_B: list[LiveSample]) -> None:
+        """Do nothing: all rows are sampled alike."""
+
+    def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
+        return rounds(*coordinates, 1 - prompt_tokens)  # token index = position + 1 - prompt_tokens
+
+    def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+        uniforms_M = last_round(keys_M, positions_M)
+        return sample_tokens(self._decoder.logits(hidden_MD), self._sampling, uniforms_M)
+
+    def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
+        B = len(hidden_BD)
+        tokens_B, logprobs_B = self.sample(hidden_BD, state.keys_B[:B], state.positions_B[:B])
+        state.advance(tokens_B, logprobs_B, self._stop_tokens)
+
+    def score(
+        self, hidden_MD: Tensor, tokens_M: Tensor, leave_out: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        assert leave_out is None, "only rows of requests have grammars"
+        return score_tokens(self._decoder.logits(hidden_MD), self._sampling, tokens_M)
+
+
+class FusedSampler:
+    is_capturable = True
+
+    def __init__(self, kernel: HeadSample, temperature: float, stop_tokens: Tensor):
+        self._kernel, self._stop_tokens = kernel, stop_tokens
+        self._temperature = torch.full((1,), temperature, device=stop_tokens.device)
+
+    def bind(self, samples_B: list[LiveSample]) -> None:
+        """Do nothing: all rows are sampled alike."""
+
+    def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
+        return mix(*coordinates)
+
+    def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+        return self._kernel.draw(hidden_MD, keys_M, positions_M, self._temperature)
+
+    def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
+        self._kernel.step(hidden_BD, state, self._stop_tokens, self._temperature)
+
+    def score(
+        self, hidden_MD: Tensor, tokens_M: Tensor, leave_out: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        assert leave_out is None, "only rows of requests have grammars"
+        return self._kernel.score(hidden_MD, tokens_M, self._temperature)

@@ -1,0 +1,1 @@
+"""Which samples run, and which pages they hold."""

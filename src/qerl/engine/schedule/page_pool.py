@@ -1,0 +1,78 @@
+"""Reference counts of KV cache pages: a page is free or has one or more owners.
+
+    allocate   give a free page its first owner          share   add an owner
+    release    remove an owner; without any the page is free
+    keep       let a page hold what it does after its last owner, until `drop`
+
+Invariant: free + used = all, and no page is both. Kept pages without an owner are among the free ones: with
+too few others, `allocate` has them given up. tests/engine/schedule/test_page_pool.py and test_kept_pages.py
+check it under random operations.
+"""
+
+from collections.abc import Callable
+
+
+class PagePool:
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self.give_up: Callable[[], None] | None = None
+        """Drops some of the kept pages."""
+        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low pages first
+        self._ref_counts = [0] * num_pages
+        self._keep_counts = [0] * num_pages
+        self.num_kept = 0  # pages without an owner
+
+    @property
+    def num_free(self) -> int:
+        """Number of pages that may be allocated, kept ones included."""
+        return len(self._free) + self.num_kept
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def is_free(self, page: int) -> bool:
+        return self._ref_counts[page] == 0
+
+    def allocate(self, num: int) -> list[int]:
+        assert 0 <= num <= self.num_free, f"cannot allocate {num} pages, {self.num_free} are free"
+        while num > len(self._free):
+            assert self.give_up is not None
+            self.give_up()
+        pages = [self._free.pop() for _ in range(num)]
+        for page in pages:
+            assert self._ref_counts[page] == self._keep_counts[page] == 0
+            self._ref_counts[page] = 1
+        return pages
+
+    def share(self, pages: list[int]) -> list[int]:
+        """Add an owner to each page and return the same pages."""
+        for page in pages:
+            assert self._ref_counts[page] + self._keep_counts[page] > 0, f"page {page} is free"
+            self.num_kept -= self._ref_counts[page] == 0
+            self._ref_counts[page] += 1
+        return list(pages)
+
+    def release(self, pages: list[int]) -> None:
+        for page in pages:
+            assert self._ref_counts[page] > 0, f"page {page} is released twice"
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
+                if self._keep_counts[page]:
+                    self.num_kept += 1
+                else:
+                    self._free.append(page)
+
+    def keep(self, pages: list[int]) -> None:
+        """Keep pages that have owners; each `keep` needs a `drop`."""
+        for page in pages:
+            assert self._ref_counts[page] > 0, f"page {page} has no owner"
+            self._keep_counts[page] += 1
+
+    def drop(self, pages: list[int]) -> None:
+        for page in pages:
+            assert self._keep_counts[page] > 0, f"page {page} is not kept"
+            self._keep_counts[page] -= 1
+            if self._ref_counts[page] == self._keep_counts[page] == 0:
+                self.num_kept -= 1
+                self._free.append(page)
