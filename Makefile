@@ -43,7 +43,7 @@ test-gpu:
 
 # Fetch SmolLM2-135M-Instruct (98 MB, once) into $QERL_CACHE, by default ~/.cache/qerl.
 model: .venv/installed
-	$(BIN)/python -c "from qerl.models.source import BUILT_IN, locate; print(locate(BUILT_IN).path)"
+	$(BIN)/python -c "from qerl.models.checkpoint.source import BUILT_IN, locate; print(locate(BUILT_IN).path)"
 
 wheel: .venv/installed
 	.ci/wheel $(BIN)/python

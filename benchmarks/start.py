@@ -35,11 +35,11 @@ from qerl.errors import RunError, UserError
 from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.state_dict import architecture_of, tensor_shapes
 from qerl.models.device import resolve_device
 from qerl.models.hf_writer import write_json, write_shards
 from qerl.models.random_weights import shape
-from qerl.models.source import locate
-from qerl.models.state_dict import architecture_of, tensor_shapes
 from qerl.training.compile_plan import compile_while_loading
 from qerl.training.policy import load_sampler
 from qerl.training.rollout import sampling_of, with_advantages

@@ -31,15 +31,15 @@ from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.attention.tree_attention import tree_attention
 from qerl.kernels.head.logprob import chunked_logprob
 from qerl.learner.packing import PackedBatch, pack
-from qerl.models.awq import BATCH_TOKENS, ScaledCheckpoint, awq, collect_inputs, run_sequences
+from qerl.models.checkpoint.source import Checkpoint, locate
+from qerl.models.checkpoint.state_dict import architecture_of, linear_groups, read_float
+from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.compressed_tensors import SelectScales, default_scales, encode_weights
 from qerl.models.decoder import Decoder
 from qerl.models.delta_net import recur_over
 from qerl.models.device import COMPUTE, resolve_device
 from qerl.models.loader import build_decoder
-from qerl.models.source import Checkpoint, locate
-from qerl.models.state_dict import architecture_of, linear_groups, read_float
-from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.quantize.awq import BATCH_TOKENS, ScaledCheckpoint, awq, collect_inputs, run_sequences
 from qerl.tasks import RewardPool, build_task
 from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import gym_rows

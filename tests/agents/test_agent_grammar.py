@@ -11,8 +11,8 @@ from qerl.config import LearnConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.learner import Learner
 from qerl.learner.forward import DecoderForward
 from qerl.learner.packing import pack
-from qerl.models.adapter import adapter_tensors, publish
-from qerl.models.transformers_model import TransformersModel
+from qerl.models.peft.adapter import adapter_tensors, publish
+from qerl.models.transformers_backend.transformers_model import TransformersModel
 from qerl.serve.loaded_model import load_model
 from qerl.training.rollout import agent_metrics, learned_parts
 

@@ -15,8 +15,8 @@ from qerl.config import EngineConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.engine.cache.kv_cache import page_bytes
 from qerl.engine.schedule.page_pool import PagePool
 from qerl.engine.schedule.scheduler import Scheduler
-from qerl.models.source import locate
-from qerl.models.tokenizer import stop_token_ids
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.tokenizer import stop_token_ids
 from qerl.serve.loaded_model import LoadedModel
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
 from qerl.training.rollout import agent_metrics

@@ -12,9 +12,9 @@ from benchmarks import start
 from benchmarks.__main__ import main
 from benchmarks.start import StartOptions, measure, write_checkpoint
 from qerl.errors import UserError
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.random_weights import shape
-from qerl.models.source import locate
-from qerl.models.state_dict import architecture_of
 
 SIZES = {"num_layers": 1, "width": 64, "ff_width": 96, "vocab_size": 256, "max_positions": 512}
 HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_size": 32}

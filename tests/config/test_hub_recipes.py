@@ -121,7 +121,7 @@ def small(name, model, out):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_answer_in_the_asked_for_form_earns_all_and_another_little(name, model):
-    from qerl.models.tokenizer import load_tokenizer
+    from qerl.models.checkpoint.tokenizer import load_tokenizer
 
     task = dataclasses.replace(RECIPES[name]().task, num_held_out=2)
     built = build_task(task, load_tokenizer(str(model)), seed=0, max_prompt_tokens=1000)
@@ -140,7 +140,7 @@ def test_a_right_answer_in_the_asked_for_form_earns_all_and_another_little(name,
 
 
 def test_a_program_that_passes_earns_all(model):
-    from qerl.models.tokenizer import load_tokenizer
+    from qerl.models.checkpoint.tokenizer import load_tokenizer
 
     task = RECIPES["code"]().task
     code = dataclasses.replace(task.code, unsafe=True)  # what is graded needs no sandbox

@@ -12,7 +12,7 @@ from qerl.config import AdapterConfig
 from qerl.engine.cache.kv_cache import page_bytes
 from qerl.engine.decode.kernel_forward import NO_KERNELS, KernelForward
 from qerl.errors import UserError
-from qerl.models.adapter import adapter_tensors, add_adapter
+from qerl.models.peft.adapter import adapter_tensors, add_adapter
 
 LENGTHS = (9, 31, 1, 16, 17, 15, 40)
 

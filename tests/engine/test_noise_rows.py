@@ -13,7 +13,7 @@ from qerl.config import AdapterConfig
 from qerl.engine.cache.kv_cache import page_bytes
 from qerl.engine.generation import Generation
 from qerl.learner import Learner
-from qerl.models.adapter import add_adapter
+from qerl.models.peft.adapter import add_adapter
 from qerl.types import Group
 
 LENGTHS = (9, 31, 1, 16, 17)

@@ -21,13 +21,13 @@ from qerl.config.options import ExportOptions
 from qerl.errors import RunError, UserError
 from qerl.export import export
 from qerl.learner import Learner, checkpoint
-from qerl.models.adapter import adapter_tensors, add_adapter, load_adapter, publish
+from qerl.models.checkpoint.source import base_name, locate
+from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import build_decoder
-from qerl.models.merge_note import read_note
-from qerl.models.peft_reader import adapter_config, read_adapter
-from qerl.models.source import base_name, locate
-from qerl.models.tokenizer import load_tokenizer
+from qerl.models.peft.adapter import adapter_tensors, add_adapter, load_adapter, publish
+from qerl.models.peft.peft_reader import adapter_config, read_adapter
+from qerl.models.quantize.merge_note import read_note
 
 FAMILIES = ("llama", "qwen2")
 TOKENS = torch.arange(3, 40) * 7 % 250

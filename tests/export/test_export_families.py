@@ -17,8 +17,8 @@ from models.family_rows import multimodal, oracle
 from models.tiny import logits_of
 from qerl.config import AdapterConfig
 from qerl.learner import checkpoint
-from qerl.models.adapter import adapter_tensors, add_adapter, load_adapter
-from qerl.models.peft_reader import adapter_config, read_adapter
+from qerl.models.peft.adapter import adapter_tensors, add_adapter, load_adapter
+from qerl.models.peft.peft_reader import adapter_config, read_adapter
 
 TOKENS_T = torch.arange(3, 40) * 7 % 250
 # q, k and v in one tensor, norms that multiply by 1 + weight, gate and up in one, the same with other names

@@ -13,12 +13,12 @@ from models.family_rows import oracle
 from models.family_rows import save as save_oracle
 from models.tiny import logits_of
 from qerl.config import AdapterConfig
-from qerl.models.adapter import adapter_tensors, add_adapter, load_adapter
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import build_decoder
-from qerl.models.peft_reader import adapter_config, read_adapter
-from qerl.models.source import locate
-from qerl.models.tokenizer import load_tokenizer
+from qerl.models.peft.adapter import adapter_tensors, add_adapter, load_adapter
+from qerl.models.peft.peft_reader import adapter_config, read_adapter
 
 TOKENS_T = torch.arange(40) * 7 % 61
 EXPERTS = AdapterConfig(rank=4, alpha=8.0, experts="per_expert", expert_rank=2)

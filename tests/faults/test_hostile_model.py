@@ -13,10 +13,10 @@ import torch
 import tiny_run
 from models.checkpoints import tiny, write_gguf
 from qerl.errors import UserError
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.state_dict import architecture_of
+from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.loader import build_decoder
-from qerl.models.source import locate
-from qerl.models.state_dict import architecture_of
-from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 
 
 @pytest.fixture(scope="module")

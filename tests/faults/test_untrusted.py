@@ -22,9 +22,9 @@ from qerl.cli import main
 from qerl.config import AdapterConfig, TaskConfig
 from qerl.config.stored import read_config_file
 from qerl.errors import UserError
-from qerl.models.peft_reader import adapter_config, read_adapter
-from qerl.models.source import locate
-from qerl.models.tokenizer import load_tokenizer
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.tokenizer import load_tokenizer
+from qerl.models.peft.peft_reader import adapter_config, read_adapter
 from qerl.tasks import build_task
 from qerl.tasks.prompt import render_chat
 from qerl.tracking.atomic_file import read_object

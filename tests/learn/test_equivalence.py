@@ -13,7 +13,7 @@ from qerl.algo.importance import IMPORTANCE
 from qerl.algo.loss import LOSSES
 from qerl.errors import UserError
 from qerl.learner import Learner
-from qerl.models.adapter import adapter_tensors
+from qerl.models.peft.adapter import adapter_tensors
 
 MODES = pytest.mark.parametrize(
     "algo",

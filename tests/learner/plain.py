@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from qerl.learner.lr_schedule import learning_rate
-from qerl.models.adapter import adapter_off, adapter_tensors, publish
+from qerl.models.peft.adapter import adapter_off, adapter_tensors, publish
 
 
 def causal(layer, q_TNH, k_TKH, v_TKH, options):

@@ -17,7 +17,7 @@ from learner.tiny import VOCAB, tiny_learner
 from qerl.errors import RunError, UserError
 from qerl.learner import checkpoint
 from qerl.learner.checkpoint import CheckpointError, latest_adapter, load_latest, save
-from qerl.models.source import base_name
+from qerl.models.checkpoint.source import base_name
 
 FILES = [
     "adapter_model.safetensors",

@@ -12,7 +12,7 @@ from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.algo.loss import LOSSES
 from qerl.learner import Learner
 from qerl.learner.packing import pack
-from qerl.models.adapter import adapter_tensors
+from qerl.models.peft.adapter import adapter_tensors
 from qerl.types import Group
 
 CPU = torch.device("cpu")

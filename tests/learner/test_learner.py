@@ -13,7 +13,7 @@ from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.learner import Learner
 from qerl.learner.lr_schedule import learning_rate
-from qerl.models.adapter import load_adapter
+from qerl.models.peft.adapter import load_adapter
 from qerl.types import Group
 
 

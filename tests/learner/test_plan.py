@@ -32,8 +32,8 @@ from qerl.learner.packing import pack
 from qerl.learner.plan import activations, report
 from qerl.learner.plan import memory as op
 from qerl.learner.plan.rows import microbatch_rows
-from qerl.models.adapter import adapter_tensors
 from qerl.models.architecture import Architecture, Rope
+from qerl.models.peft.adapter import adapter_tensors
 from qerl.models.random_weights import random_decoder, shape
 from qerl.types import Group, Prompt, Sample
 

@@ -14,8 +14,8 @@ from qerl.kernels.experts.expert_product import BUFFER_BYTES
 from qerl.learner.plan import activations, mixture
 from qerl.learner.plan import memory as op
 from qerl.learner.plan.speed import GPUS, estimate_speed
-from qerl.models.adapter import adapter_tensors
 from qerl.models.architecture import LayerKind, Mixture
+from qerl.models.peft.adapter import adapter_tensors
 from qerl.models.random_weights import SHAPES, random_decoder
 
 MIXTURES = Path(__file__).parents[2] / "docs" / "mixtures.md"

@@ -7,9 +7,9 @@ import torch
 from qerl.config import AdapterConfig, RunConfig
 from qerl.formats import BF16
 from qerl.learner import Learner
-from qerl.models.adapter import adapter_tensors, add_adapter, publish
 from qerl.models.architecture import Architecture, Rope
 from qerl.models.decoder import Decoder
+from qerl.models.peft.adapter import adapter_tensors, add_adapter, publish
 
 VOCAB = 48
 ADAPTER = AdapterConfig(rank=4, alpha=8.0)

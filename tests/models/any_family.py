@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from qerl.models.source import ModelSource
-from qerl.models.transformers_loader import load_transformers_model
-from qerl.models.transformers_model import TransformersModel
+from qerl.models.checkpoint.source import ModelSource
+from qerl.models.transformers_backend.transformers_loader import load_transformers_model
+from qerl.models.transformers_backend.transformers_model import TransformersModel
 
 SHAPE = {
     "vocab_size": 272,

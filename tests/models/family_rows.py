@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from models.tiny import packed
 from qerl.config import AdapterConfig
 from qerl.kernels.head.logprob import Softcap, chunked_logprob
-from qerl.models.adapter import adapter_tensors, add_adapter, publish
 from qerl.models.architecture import Architecture
+from qerl.models.checkpoint.source import locate
 from qerl.models.decoder import Decoder, RunLayer, run_layer
 from qerl.models.delta_net import recur_over
 from qerl.models.loader import build_decoder
-from qerl.models.source import locate
+from qerl.models.peft.adapter import adapter_tensors, add_adapter, publish
 from qerl.types import Tree
 
 SHAPE = {

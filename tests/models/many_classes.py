@@ -25,7 +25,7 @@ from models.any_family import DELTA, IMAGES, ROPE, ROWS, SHAPE, TOWER
 from qerl.cli.main import command
 from qerl.config import ModelConfig
 from qerl.errors import RunError, UserError
-from qerl.models.backend import backend_of
+from qerl.models.transformers_backend.backend import backend_of
 
 _MOST_PARAMETERS = 50_000_000
 EXPERTS = {name: DELTA[name] for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")}

@@ -6,7 +6,7 @@ from models.paged_cache import PagedCache
 from models.tiny import FAMILIES, forest, logits_of, oracle, packed, ported, tiny
 from qerl.config import AdapterConfig
 from qerl.kernels.attention.attention import Span
-from qerl.models.adapter import adapter_tensors, add_adapter, publish
+from qerl.models.peft.adapter import adapter_tensors, add_adapter, publish
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 500.0},

@@ -23,7 +23,7 @@ from models.family_rows import (
     save,
 )
 from models.paged_cache import PagedCache
-from models.test_awq import Exact
+from models.quantize.test_awq import Exact
 from models.tiny import forest, logits_of, packed
 from qerl.aqn.norm_noise import noised
 from qerl.errors import UserError
@@ -31,12 +31,12 @@ from qerl.formats import FORMATS
 from qerl.kernels.attention.attention import Span
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.plan.memory import embedding_bytes, weight_bytes
-from qerl.models.adapter import adapter_tensors
-from qerl.models.awq import awq, collect_inputs
+from qerl.models.checkpoint.source import locate
 from qerl.models.compressed_tensors import encode_weights, skipped_notices
 from qerl.models.families import FAMILIES, MULTIMODAL, from_hf_config
 from qerl.models.loader import build_decoder
-from qerl.models.source import locate
+from qerl.models.peft.adapter import adapter_tensors
+from qerl.models.quantize.awq import awq, collect_inputs
 
 TOKENS_T = torch.arange(40) * 7 % 61
 

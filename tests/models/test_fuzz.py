@@ -20,9 +20,9 @@ from published import CONFIGS
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
+from qerl.models.checkpoint.gguf_file import GgufFile
+from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 from qerl.models.families import from_hf_config
-from qerl.models.gguf_file import GgufFile
-from qerl.models.safetensors_file import SafetensorsFolder
 
 EXAMPLES = int(sys.argv[1]) if __name__ == "__main__" else 300
 quick = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -194,7 +194,7 @@ def test_any_value_of_a_gguf_key_is_a_config_or_a_user_error(data):
 def _end_of_metadata(content: bytes, num_keys: int) -> int:
     import io
 
-    from qerl.models.gguf_file import GgufCursor
+    from qerl.models.checkpoint.gguf_file import GgufCursor
 
     cursor = GgufCursor(io.BytesIO(content), len(content))
     cursor.take(24)

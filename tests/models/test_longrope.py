@@ -10,9 +10,9 @@ import transformers
 from engine.parts import drawn, engine_of, prompts_of
 from models.family_rows import load, oracle, save
 from models.tiny import logits_of
-from qerl.models.backend import language_limits, transformers_config
+from qerl.models.checkpoint.source import locate
 from qerl.models.rope import magnitude
-from qerl.models.source import locate
+from qerl.models.transformers_backend.backend import language_limits, transformers_config
 
 ORIGINAL, LONGEST = 64, 256
 

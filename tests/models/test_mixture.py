@@ -18,7 +18,11 @@ from qerl.formats import FORMATS
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.plan.memory import embedding_bytes, weight_bytes
 from qerl.learner.plan.mixture import stack_bytes
-from qerl.models.adapter import (
+from qerl.models.checkpoint.stored_names import stored_tensors
+from qerl.models.families import from_hf_config
+from qerl.models.families.experts import NOT_SUPPORTED
+from qerl.models.layer_spec import layer_specs
+from qerl.models.peft.adapter import (
     adapter_off,
     adapter_tensors,
     add_adapter,
@@ -26,12 +30,8 @@ from qerl.models.adapter import (
     publish,
     set_router_noise,
 )
-from qerl.models.families import from_hf_config
-from qerl.models.families.experts import NOT_SUPPORTED
-from qerl.models.layer_spec import layer_specs
 from qerl.models.random_weights import SHAPES, random_decoder, shape_of_hub_id
 from qerl.models.sampler_copy import make_sampler_copy
-from qerl.models.stored_names import stored_tensors
 
 TOKENS_T = torch.arange(40) * 7 % 61
 MIXTURES = "GptOss", "Qwen3Moe", "Olmoe", "GraniteMoe"

@@ -8,10 +8,10 @@ from qerl.formats import BF16, INT8, NVFP4
 from qerl.kernels.attention.attention import PackedLayout, packed_attention
 from qerl.kernels.tiles.nvfp4_decode import row_factors, swiglu_order, unpack
 from qerl.kernels.tiles.tile_unpack import UnpackRows
-from qerl.models.adapter import add_adapter
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import copy_masters
 from qerl.models.packed_linear import PackedNVFP4, can_tile, project, tile_linears, tiles_of
+from qerl.models.peft.adapter import add_adapter
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 

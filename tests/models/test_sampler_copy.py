@@ -11,7 +11,7 @@ from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
 from qerl.formats import FORMATS
 from qerl.learner import Learner
-from qerl.models.adapter import adapter_off, adapter_tensors, add_adapter, publish
+from qerl.models.peft.adapter import adapter_off, adapter_tensors, add_adapter, publish
 from qerl.models.sampler_copy import make_sampler_copy
 
 TOKENS_T = torch.arange(30) * 11 % 61

@@ -15,9 +15,9 @@ from qerl.kernels.experts import expert_product, grouped_linear
 from qerl.kernels.tiles import nvfp4_decode
 from qerl.kernels.tiles.nvfp4_decode import swiglu_order
 from qerl.models import loader, random_weights
+from qerl.models.checkpoint.source import locate
 from qerl.models.layer_spec import ExpertSpec
 from qerl.models.mixture import ExpertLinear
-from qerl.models.source import locate
 from qerl.models.tiled_experts import (
     ExpertRows,
     TiledStack,

@@ -24,7 +24,7 @@ from qerl.engine.prefill.prefill import Prefill, PrefillChunk
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.learner import Learner
-from qerl.models.adapter import adapter_tensors, add_adapter, publish
+from qerl.models.peft.adapter import adapter_tensors, add_adapter, publish
 from qerl.types import Sampling
 
 LENGTHS = (9, 31, 1, 16, 17, 15, 40)

@@ -19,7 +19,7 @@ from qerl.engine.decode import forward as decode_forward
 from qerl.engine.decode.runner_cache import RunnerCache, exact_mode_obstacle
 from qerl.engine.prefill.prefill import Prefill, PrefillChunk
 from qerl.learner import Learner
-from qerl.models.adapter import adapter_tensors, add_adapter, publish
+from qerl.models.peft.adapter import adapter_tensors, add_adapter, publish
 
 LENGTHS = (9, 1, 20)
 FP32, BF16 = torch.float32, torch.bfloat16

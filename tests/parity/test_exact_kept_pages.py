@@ -10,7 +10,7 @@ from engine.schedule.test_window_pages import windowed
 from models.family_rows import load, oracle, save
 from parity import test_exact, test_exact_mixtures
 from qerl.engine import LiveRequest
-from qerl.models.adapter import adapter_tensors
+from qerl.models.peft.adapter import adapter_tensors
 from qerl.types import Sampling
 
 

@@ -11,8 +11,8 @@ import tiny_run
 from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig
 from qerl.formats import NVFP4
-from qerl.models.source import locate
-from qerl.models.state_dict import architecture_of, linear_groups
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.state_dict import architecture_of, linear_groups
 from studies.gaussian_noise import GaussianNoiseCheckpoint
 from studies.study import Job, with_fields
 from studies.untrained import WEIGHTS, measure_untrained

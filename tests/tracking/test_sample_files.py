@@ -9,7 +9,7 @@ from rich.console import Console
 
 from qerl.config import RunConfig, SamplesConfig
 from qerl.errors import UserError
-from qerl.models.calibration import _last_records
+from qerl.models.quantize.calibration import _last_records
 from qerl.tracking import Journal, sample_files
 from qerl.tracking.dashboard.follow import RunFollower
 from qerl.tracking.report.read import read_run

@@ -16,7 +16,7 @@ from qerl.config import (
     TaskConfig,
 )
 from qerl.errors import UserError
-from qerl.models.adapter import adapter_off, adapter_tensors, publish
+from qerl.models.peft.adapter import adapter_off, adapter_tensors, publish
 from qerl.tasks.own_judge import OwnJudge
 from qerl.tasks.scoring import Failure
 from qerl.tracking.json_lines import read_lines

@@ -10,7 +10,7 @@ from test_session import wait_for_steps
 import tiny_run
 from engine.parts import packed_logprobs
 from qerl.config import ModelConfig, NoiseConfig, RunConfig
-from qerl.models.tokenizer import load_tokenizer
+from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
 from qerl.training.policy import load_sampler

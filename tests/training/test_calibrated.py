@@ -14,9 +14,9 @@ from qerl.config.stored import read_run_config, with_stored_base
 from qerl.errors import UserError
 from qerl.export import export
 from qerl.learner.distributed import Ranks
+from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.device import resolve_device
-from qerl.models.quantize import quantize
-from qerl.models.tokenizer import load_tokenizer
+from qerl.models.quantize.quantize import quantize
 from qerl.tasks import RewardPool, build_task
 from qerl.training.calibrated import NOTE, refuse_calibration, with_calibrated_base
 from qerl.training.evaluation import sample_and_score

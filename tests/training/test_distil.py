@@ -22,8 +22,8 @@ from qerl.learner.minibatch import MinibatchPart
 from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.plan.memory import memory_parts
 from qerl.learner.plan.shapes import read_architecture
-from qerl.models.adapter import OtherAdapter, adapter_tensors
 from qerl.models.compressed_tensors import write_quantized
+from qerl.models.peft.adapter import OtherAdapter, adapter_tensors
 from qerl.training.distil import with_teacher
 from qerl.training.teacher import LocalTeacher
 from training.ranks import StartedRanks

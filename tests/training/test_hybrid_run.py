@@ -17,9 +17,9 @@ from qerl.config.options import ExportOptions
 from qerl.config.stored import read_config_file
 from qerl.export import export
 from qerl.export.policy import load_fp32_policy
-from qerl.models.adapter import merged_weight
+from qerl.models.checkpoint.source import locate
 from qerl.models.loader import build_decoder
-from qerl.models.source import locate
+from qerl.models.peft.adapter import merged_weight
 from training.test_session import metrics
 
 TARGETS = ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", "down_proj")

@@ -17,9 +17,9 @@ from qerl.learner import Learner
 from qerl.learner.packing import pack
 from qerl.learner.router_replay import RouterReplay
 from qerl.models import mixture
-from qerl.models.adapter import add_adapter
+from qerl.models.checkpoint.source import locate
 from qerl.models.loader import build_decoder
-from qerl.models.source import locate
+from qerl.models.peft.adapter import add_adapter
 from qerl.types import Group, Sampling
 
 LENGTHS = (9, 31, 1, 20)

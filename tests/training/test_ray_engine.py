@@ -15,8 +15,8 @@ import tiny_run
 from qerl.config import AlgoConfig, ModelConfig, RayConfig, RunConfig, SampleConfig
 from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
-from qerl.models.adapter import adapter_tensors
-from qerl.models.tokenizer import load_tokenizer
+from qerl.models.checkpoint.tokenizer import load_tokenizer
+from qerl.models.peft.adapter import adapter_tensors
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
 from qerl.training import ray_engine

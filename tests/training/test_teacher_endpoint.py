@@ -16,7 +16,7 @@ import tiny_run
 from qerl.cli.main import command
 from qerl.config import DistilConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.errors import RunError, UserError
-from qerl.models.tokenizer import load_tokenizer
+from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.serve.loaded_model import load_model
 from qerl.training.policy import load_sampler
 from qerl.training.teacher import load_teacher

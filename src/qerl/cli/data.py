@@ -69,8 +69,8 @@ def run(arguments: list[str]) -> None:
     refuse_former_options("data", arguments)
     options = parse_options(DataOptions, arguments, f"data {names[0]}", DataOptions(), DESCRIPTION)
     announce(f"data {names[0]}, tokens of {options.model}", sys.stderr if options.json else sys.stdout)
-    from qerl.models.source import locate
-    from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+    from qerl.models.checkpoint.source import locate
+    from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
     from qerl.tasks.row_view import view_rows  # imports transformers, which takes seconds
     from qerl.tasks.rows import check_file
 

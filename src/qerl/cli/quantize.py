@@ -9,7 +9,7 @@ from qerl.config.options import QuantizeOptions
 def run(arguments: list[str]) -> None:
     options = parse_options(QuantizeOptions, arguments, "quantize", description=__doc__)
     announce(f"quantize {options.model}: {options.format}, {options.out}", sys.stderr)
-    from qerl.models.quantize import quantize
+    from qerl.models.quantize.quantize import quantize
 
     quantize(options)
     print(options.out)

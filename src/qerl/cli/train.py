@@ -86,7 +86,7 @@ def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[
     if folder is None:
         return None, arguments
     from qerl.learner.checkpoint import adapter_folder
-    from qerl.models.peft_reader import adapter_config
+    from qerl.models.peft.peft_reader import adapter_config
 
     return adapter_config(str(adapter_folder(folder) or folder)), arguments
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.models.transformers_model import TransformersModel
+from qerl.models.transformers_backend.transformers_model import TransformersModel
 
 
 class Lockstep:

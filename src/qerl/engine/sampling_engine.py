@@ -21,7 +21,7 @@ from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.kernels.runtime.compile_tally import CompileReport
-from qerl.models.adapter import publish
+from qerl.models.peft.adapter import publish
 from qerl.models.policy_model import PolicyModel
 from qerl.types import BegunGroup, BegunSample, Conversation, Group, OnBurst, Prompt, Sample, Sampling
 

@@ -30,7 +30,7 @@ from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.schedule.page_pool import PagePool
 from qerl.engine.schedule.scheduler import Scheduler, min_group_pages, num_pages
-from qerl.models.transformers_model import TransformersModel
+from qerl.models.transformers_backend.transformers_model import TransformersModel
 from qerl.types import Prompt, Sampling
 
 _MOST_PAGES = 1 << 18  # of a server, whose requests could be as long as the model allows

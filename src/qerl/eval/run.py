@@ -23,8 +23,8 @@ from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError
 from qerl.eval.benchmark import Benchmark, result_path, run_benchmark, settings_of
 from qerl.learner import checkpoint
+from qerl.models.checkpoint.source import locate
 from qerl.models.device import resolve_device
-from qerl.models.source import locate
 from qerl.tasks import RewardPool, VotePool, all_prompts, build_task
 from qerl.tasks.majority_vote import voting_grader
 from qerl.tasks.reward import REWARDS, format_failures

@@ -6,14 +6,14 @@ import itertools
 from pathlib import Path
 
 from qerl.config import RunConfig
-from qerl.models.adapter import adapter_off
-from qerl.models.calibration import tokenize_groups
+from qerl.models.checkpoint.source import Checkpoint, locate
+from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.decoder import Decoder
 from qerl.models.loader import build_decoder
-from qerl.models.merge_note import MAX_PROBE_TOKENS, MergeNote
-from qerl.models.quantization_error import Probe, quantization_error
-from qerl.models.source import Checkpoint, locate
-from qerl.models.tokenizer import load_tokenizer
+from qerl.models.peft.adapter import adapter_off
+from qerl.models.quantize.calibration import tokenize_groups
+from qerl.models.quantize.merge_note import MAX_PROBE_TOKENS, MergeNote
+from qerl.models.quantize.quantization_error import Probe, quantization_error
 
 
 def make_note(run: Path, config: RunConfig, policy: Decoder, merged: Checkpoint) -> MergeNote | None:

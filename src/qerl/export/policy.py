@@ -6,10 +6,10 @@ import torch
 
 from qerl.config import RunConfig
 from qerl.learner import checkpoint
-from qerl.models.adapter import add_adapter, load_adapter
+from qerl.models.checkpoint.source import locate
 from qerl.models.decoder import Decoder
 from qerl.models.loader import build_decoder
-from qerl.models.source import locate
+from qerl.models.peft.adapter import add_adapter, load_adapter
 
 
 def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Decoder:

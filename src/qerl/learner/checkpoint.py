@@ -32,13 +32,13 @@ from qerl.config import RunConfig
 from qerl.errors import RunError, UserError, require
 from qerl.learner.host_copy import HostCopy
 from qerl.learner.learner import Learner
-from qerl.models.adapter import targets_of
-from qerl.models.peft_experts import expert_parameters
-from qerl.models.peft_names import peft_targets, peft_tensors
-from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
+from qerl.models.checkpoint.safetensors_parts import safetensors_parts
+from qerl.models.checkpoint.source import base_name
+from qerl.models.peft.adapter import targets_of
+from qerl.models.peft.peft_experts import expert_parameters
+from qerl.models.peft.peft_names import peft_targets, peft_tensors
+from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.policy_model import PolicyModel
-from qerl.models.safetensors_parts import safetensors_parts
-from qerl.models.source import base_name
 from qerl.tracking.atomic_file import make_folder, sync_path, write_synced
 
 OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"

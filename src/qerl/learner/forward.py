@@ -18,7 +18,7 @@ from qerl.learner.padded_forward import TransformersForward
 from qerl.learner.router_replay import RouterReplay, RoutingReading
 from qerl.models.decoder import Decoder
 from qerl.models.policy_model import PolicyModel
-from qerl.models.transformers_model import TransformersModel
+from qerl.models.transformers_backend.transformers_model import TransformersModel
 
 LearnerForward = Callable[[PackedBatch], tuple[Tensor, Tensor]]
 """Return (logprob_C, entropy_C) of the sampled tokens; only the logprobs have a gradient."""

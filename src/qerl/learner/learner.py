@@ -52,8 +52,8 @@ from qerl.learner.minibatch import Minibatch, MinibatchPart, split
 from qerl.learner.oom_retry import OomRetry
 from qerl.learner.optimizer import load_state, new_optimizer, state_of, step_if
 from qerl.learner.packing import PackedBatch
-from qerl.models.adapter import adapter_off, adapter_tensors, dropping_inputs, load_adapter, publish
 from qerl.models.linear import holding
+from qerl.models.peft.adapter import adapter_off, adapter_tensors, dropping_inputs, load_adapter, publish
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Group
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qerl.config import RunConfig
 from qerl.learner.packing import PackedBatch
-from qerl.models.transformers_model import TransformersModel
+from qerl.models.transformers_backend.transformers_model import TransformersModel
 
 
 class TransformersForward:

@@ -22,20 +22,12 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.formats import FORMATS, NVFP4, PackedWeight
 from qerl.models.architecture import Architecture
-from qerl.models.expert_names import expert_names
-from qerl.models.expert_writing import as_written, blocks_config, expert_tensors
-from qerl.models.hf_writer import (
-    atomic_folder,
-    check_output_folder,
-    write_json,
-    write_shards,
-    write_tokenizer,
-)
-from qerl.models.layouts import QUANTIZATION_KEYS
-from qerl.models.layouts.notice import layout_notices
-from qerl.models.model_folder import unused_files
-from qerl.models.source import Checkpoint, layout_of, locate
-from qerl.models.state_dict import (
+from qerl.models.checkpoint.expert_names import expert_names
+from qerl.models.checkpoint.layouts import QUANTIZATION_KEYS
+from qerl.models.checkpoint.layouts.notice import layout_notices
+from qerl.models.checkpoint.model_folder import unused_files
+from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
+from qerl.models.checkpoint.state_dict import (
     HEAD,
     architecture_of,
     check_tensors,
@@ -44,7 +36,15 @@ from qerl.models.state_dict import (
     tensor_shapes,
     unquantized_linears,
 )
-from qerl.models.stored_names import NamedCheckpoint, language_config, stored_tensors
+from qerl.models.checkpoint.stored_names import NamedCheckpoint, language_config, stored_tensors
+from qerl.models.expert_writing import as_written, blocks_config, expert_tensors
+from qerl.models.hf_writer import (
+    atomic_folder,
+    check_output_folder,
+    write_json,
+    write_shards,
+    write_tokenizer,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.formats import BF16, INT8, MXFP4, NVFP4, PackedWeight
 from qerl.models.architecture import Architecture
-from qerl.models.expert_names import expert_modules
+from qerl.models.checkpoint.expert_names import expert_modules
+from qerl.models.checkpoint.source import Checkpoint, fitting_weight, layout_of, stored_weight
+from qerl.models.checkpoint.state_dict import check_float, read_float
 from qerl.models.layer_spec import ExpertSpec
 from qerl.models.mixture import ExpertLinear
-from qerl.models.source import Checkpoint, fitting_weight, layout_of, stored_weight
-from qerl.models.state_dict import check_float, read_float
 from qerl.models.tiled_experts import ExpertRows, stacked
 
 Encode = Callable[[Tensor], PackedWeight]

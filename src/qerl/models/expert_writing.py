@@ -16,13 +16,13 @@ from qerl.errors import UserError
 from qerl.formats import MXFP4, PackedWeight
 from qerl.formats.stack import PackedStack
 from qerl.models.architecture import Architecture
+from qerl.models.checkpoint.expert_names import expert_modules
+from qerl.models.checkpoint.layouts import mxfp4_blocks
+from qerl.models.checkpoint.layouts.rows import cut_rows
+from qerl.models.checkpoint.source import Checkpoint
+from qerl.models.checkpoint.state_dict import read_float
 from qerl.models.expert_loading import Encode, expert_weight
-from qerl.models.expert_names import expert_modules
 from qerl.models.layer_spec import ExpertSpec, layer_specs
-from qerl.models.layouts import mxfp4_blocks
-from qerl.models.layouts.rows import cut_rows
-from qerl.models.source import Checkpoint
-from qerl.models.state_dict import read_float
 
 
 def as_written(a: Architecture, format: str) -> Architecture:

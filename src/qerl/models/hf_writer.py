@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.errors import RunError, UserError
-from qerl.models.model_folder import INDEX_NAME, read_json
-from qerl.models.source import ModelSource
-from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.checkpoint.model_folder import INDEX_NAME, read_json
+from qerl.models.checkpoint.source import ModelSource
+from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 _TOKENIZER_FILES += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")

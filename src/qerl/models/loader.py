@@ -16,14 +16,8 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, PackedWeight
 from qerl.models.architecture import Architecture
-from qerl.models.compressed_tensors import SelectScales, default_scales, encode_group, encode_weights
-from qerl.models.decoder import Decoder, Layer
-from qerl.models.device import has_tile_kernels
-from qerl.models.expert_loading import load_experts
-from qerl.models.layer_spec import check_dense
-from qerl.models.lm_head import LMHead, check_head
-from qerl.models.source import Checkpoint, fitting_weight, layout_of, stored_weight
-from qerl.models.state_dict import (
+from qerl.models.checkpoint.source import Checkpoint, fitting_weight, layout_of, stored_weight
+from qerl.models.checkpoint.state_dict import (
     HEAD,
     architecture_of,
     check_tensors,
@@ -32,6 +26,12 @@ from qerl.models.state_dict import (
     tensor_shapes,
     unquantized_linears,
 )
+from qerl.models.compressed_tensors import SelectScales, default_scales, encode_group, encode_weights
+from qerl.models.decoder import Decoder, Layer
+from qerl.models.device import has_tile_kernels
+from qerl.models.expert_loading import load_experts
+from qerl.models.layer_spec import check_dense
+from qerl.models.lm_head import LMHead, check_head
 
 
 def build_decoder(

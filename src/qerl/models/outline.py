@@ -16,7 +16,6 @@ from qerl.formats.fp8 import BLOCK
 from qerl.kernels.tiles.nvfp4_tile import TILE_K, TILE_ROWS
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
-from qerl.models.adapter import add_adapter
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.delta_net import GatedDeltaNet
@@ -24,6 +23,7 @@ from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import LMHead, packed_width
 from qerl.models.mixture import ExpertLinear, MixtureMLP
 from qerl.models.packed_linear import KINDS, PackedGroup, PackedNVFP4
+from qerl.models.peft.adapter import add_adapter
 from qerl.models.tiled_experts import ExpertRows, TiledStack, rows_of_gate_up
 
 _META = torch.device("meta")

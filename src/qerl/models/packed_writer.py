@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from qerl.formats import FORMATS
-from qerl.models.adapter import merged_weight
 from qerl.models.architecture import Architecture
+from qerl.models.checkpoint.expert_names import expert_names
+from qerl.models.checkpoint.source import ModelSource
+from qerl.models.checkpoint.state_dict import HEAD, tensor_shapes, unquantized_linears
+from qerl.models.checkpoint.stored_names import is_shifted_norm, language_config, stored_tensors
 from qerl.models.compressed_tensors import (
     LAYOUTS,
     CheckpointLayout,
@@ -20,12 +23,9 @@ from qerl.models.compressed_tensors import (
     write_quantized_config,
 )
 from qerl.models.decoder import Decoder
-from qerl.models.expert_names import expert_names
 from qerl.models.expert_writing import as_written, blocks_config, stack_tensors
 from qerl.models.hf_writer import atomic_folder, write_json, write_shards, write_tokenizer
-from qerl.models.source import ModelSource
-from qerl.models.state_dict import HEAD, tensor_shapes, unquantized_linears
-from qerl.models.stored_names import is_shifted_norm, language_config, stored_tensors
+from qerl.models.peft.adapter import merged_weight
 
 
 def write_packed(

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, NoiseConfig, RunConfig
 from qerl.engine.sampling_engine import SamplingEngine
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.tokenizer import stop_token_ids
 from qerl.models.device import resolve_device
-from qerl.models.source import locate
-from qerl.models.tokenizer import stop_token_ids
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 

@@ -2,7 +2,7 @@
 
 from qerl.config import RunConfig
 from qerl.errors import UserError
-from qerl.models.backend import backend_of
+from qerl.models.transformers_backend.backend import backend_of
 
 
 def check_backend(config: RunConfig) -> None:

@@ -10,8 +10,8 @@ from qerl.config import RunConfig
 from qerl.engine.engine import Engine
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError
-from qerl.models.adapter import adapter_off
 from qerl.models.decoder import Decoder
+from qerl.models.peft.adapter import adapter_off
 from qerl.models.policy_model import PolicyModel
 from qerl.tasks import RewardPool
 from qerl.tasks.prompt import render_chat

@@ -18,17 +18,17 @@ from qerl.config.stored import BASE, with_stored_base
 from qerl.engine.engine import Engine
 from qerl.errors import UserError, require
 from qerl.learner.distributed import Ranks
-from qerl.models.calibration import CALIBRATION_TOKENS, pack_groups
+from qerl.models.checkpoint.model_folder import read_json
+from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
+from qerl.models.checkpoint.state_dict import architecture_of
+from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
-from qerl.models.gptq import requantize
 from qerl.models.loader import build_decoder
-from qerl.models.model_folder import read_json
 from qerl.models.packed_writer import write_packed
-from qerl.models.quantization_check import check_quantization
-from qerl.models.source import Checkpoint, layout_of, locate
-from qerl.models.state_dict import architecture_of
-from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups
+from qerl.models.quantize.gptq import requantize
+from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import Task, build_task
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.rollout import sampling_of

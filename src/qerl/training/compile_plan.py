@@ -14,11 +14,11 @@ from qerl.kernels.runtime.compile_ahead import BackgroundCompiler
 from qerl.kernels.runtime.nvrtc import KernelVariant
 from qerl.learner.planned_pass import pass_kernels
 from qerl.models.architecture import Architecture
-from qerl.models.backend import backend_of
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.device import COMPUTE, Kernels, choose_kernels, has_tile_kernels
 from qerl.models.outline import outlined_decoder
-from qerl.models.source import locate
-from qerl.models.state_dict import architecture_of
+from qerl.models.transformers_backend.backend import backend_of
 from qerl.training.rollout import sampling_of
 
 

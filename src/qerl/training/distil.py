@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from qerl.config import RunConfig, SftConfig
 from qerl.errors import RunError, quantity
 from qerl.learner.distributed import Ranks
-from qerl.models.source import locate
-from qerl.models.state_dict import architecture_of
-from qerl.models.tokenizer import stop_token_ids
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.state_dict import architecture_of
+from qerl.models.checkpoint.tokenizer import stop_token_ids
 from qerl.tasks.rows import check_file
 from qerl.tasks.scoring import Failure
 from qerl.tasks.sft_rows import SftRows

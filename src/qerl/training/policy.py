@@ -14,16 +14,16 @@ from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import require
 from qerl.learner import checkpoint
 from qerl.learner.distributed import Ranks
-from qerl.models.adapter import add_adapter, check_rank, load_adapter, set_router_noise
-from qerl.models.backend import backend_of, max_positions_of
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
+from qerl.models.peft.adapter import add_adapter, check_rank, load_adapter, set_router_noise
 from qerl.models.policy_model import PolicyModel
-from qerl.models.quantization_check import TEXT, check_quantization
+from qerl.models.quantize.quantization_check import TEXT, check_quantization
 from qerl.models.sampler_copy import make_sampler_copy
-from qerl.models.source import locate
-from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.transformers_backend.backend import backend_of, max_positions_of
 from qerl.tasks import RewardPool, Task, build_task
 from qerl.tasks.prompt import set_template_variables
 from qerl.training.backend_limits import check_backend
@@ -105,7 +105,9 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     stop_ids, compute = stop_token_ids(tokenizer, source), COMPUTE[model.dtype]
     device, resident = torch.device(model.device), model.operand == "resident"
     if backend_of(model) == "transformers":
-        from qerl.models.transformers_loader import load_transformers_model  # takes seconds to import
+        from qerl.models.transformers_backend.transformers_loader import (
+            load_transformers_model,  # takes seconds to import
+        )
 
         check_backend(config)
         found = load_transformers_model(

@@ -26,12 +26,12 @@ from qerl.config import RunConfig
 from qerl.config.task import is_environment_name
 from qerl.engine.decode.kernel_forward import NO_KERNELS, kernel_obstacle
 from qerl.errors import RunError, UserError, printable, redact, require
-from qerl.models.backend import backend_of, language_limits, transformers_config
+from qerl.models.checkpoint.layout_line import layout_line
+from qerl.models.checkpoint.source import ModelSource, locate
+from qerl.models.checkpoint.state_dict import architecture_of
+from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.device import COMPUTE, Kernels, choose_kernels, resolve_device
-from qerl.models.layout_line import layout_line
-from qerl.models.source import ModelSource, locate
-from qerl.models.state_dict import architecture_of
-from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.transformers_backend.backend import backend_of, language_limits, transformers_config
 from qerl.tasks import RewardPool
 from qerl.tasks.code.runner import SandboxUnavailable
 from qerl.tasks.code.sandbox import choose

@@ -21,7 +21,7 @@ from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError
-from qerl.models.adapter import load_adapter
+from qerl.models.peft.adapter import load_adapter
 from qerl.models.policy_model import PolicyModel
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
 from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine, SingleTurns

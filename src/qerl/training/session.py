@@ -20,11 +20,11 @@ from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
-from qerl.models.adapter import load_adapter
 from qerl.models.decoder import Decoder
 from qerl.models.device import resolve_device
-from qerl.models.peft_reader import read_adapter
-from qerl.models.quantization_check import check_quantization
+from qerl.models.peft.adapter import load_adapter
+from qerl.models.peft.peft_reader import read_adapter
+from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import format_failures, with_absolute_path
 from qerl.tasks.rows import file_sources

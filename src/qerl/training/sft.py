@@ -21,14 +21,14 @@ from qerl.errors import quantity, require
 from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.learner.metrics import Tally
-from qerl.models.adapter import load_adapter
-from qerl.models.backend import max_positions_of
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
 from qerl.models.device import resolve_device
-from qerl.models.peft_reader import read_adapter
-from qerl.models.quantization_check import check_quantization
-from qerl.models.source import locate
-from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.peft.adapter import load_adapter
+from qerl.models.peft.peft_reader import read_adapter
+from qerl.models.quantize.quantization_check import check_quantization
+from qerl.models.transformers_backend.backend import max_positions_of
 from qerl.tasks.rows import check_file, file_sources
 from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import Journal, NullJournal, StepLog

@@ -29,15 +29,15 @@ from qerl.learner.minibatch import MinibatchPart
 from qerl.learner.oom_retry import OomRetry
 from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.packing import PackedBatch
-from qerl.models.adapter import OtherAdapter, adapter_off
+from qerl.models.checkpoint.source import Checkpoint, ModelSource, locate
+from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
-from qerl.models.peft_reader import ADAPTER_CONFIG, adapter_config, read_adapter
+from qerl.models.peft.adapter import OtherAdapter, adapter_off
+from qerl.models.peft.peft_reader import ADAPTER_CONFIG, adapter_config, read_adapter
 from qerl.models.policy_model import PolicyModel
-from qerl.models.quantization_check import check_quantization
-from qerl.models.source import Checkpoint, ModelSource, locate
-from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks.scoring import Failure
 from qerl.tasks.sources import file_digest
 from qerl.training.teacher_endpoint import EndpointTeacher, check_vocabulary

@@ -17,8 +17,8 @@ from qerl.config.stored import with_stored_base
 from qerl.errors import UserError, require
 from qerl.export.write import write_merged_model, write_peft
 from qerl.learner import checkpoint
+from qerl.models.checkpoint.source import locate
 from qerl.models.hf_writer import write_tokenizer
-from qerl.models.source import locate
 from qerl.trl.callbacks import CallbackObserver
 from qerl.trl.config import TrainFields
 from qerl.trl.data import write_rows

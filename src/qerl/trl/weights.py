@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import AdapterConfig
 from qerl.errors import require
-from qerl.models.peft_reader import adapter_config
-from qerl.models.source import locate
-from qerl.models.tokenizer import load_tokenizer
+from qerl.models.checkpoint.source import locate
+from qerl.models.checkpoint.tokenizer import load_tokenizer
+from qerl.models.peft.peft_reader import adapter_config
 
 
 def write_model(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:

@@ -11,7 +11,7 @@ from qerl.engine.cache.budget import working_bytes
 from qerl.engine.cache.kv_cache import KVCache, page_bytes
 from qerl.engine.cache.state_cache import StateCache, slot_bytes
 from qerl.errors import UserError
-from qerl.models.adapter import add_adapter
+from qerl.models.peft.adapter import add_adapter
 
 LENGTHS = (9, 31, 1, 20)
 FEW = frozenset({EOS})  # samples get long

@@ -15,8 +15,8 @@ from qerl.engine.decode.kernel_forward import kernel_obstacle
 from qerl.kernels.delta_net import delta_net_step
 from qerl.kernels.delta_net.gated_delta_net import DeltaShape
 from qerl.kernels.runtime import row_kernel
-from qerl.models.adapter import add_adapter
 from qerl.models.mixture import copy_masters
+from qerl.models.peft.adapter import add_adapter
 from qerl.models.random_weights import SHAPES, random_decoder
 
 DELTA = DeltaShape(num_key_heads=1, num_value_heads=2, key_size=128, value_size=128, num_taps=4)

@@ -19,7 +19,7 @@ from qerl.formats import FP8
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.head.head_sample import NVFP4Head
 from qerl.kernels.head.logprob import chunked_logprob
-from qerl.models.adapter import adapter_tensors
+from qerl.models.peft.adapter import adapter_tensors
 from qerl.models.random_weights import SHAPES, random_decoder
 from qerl.types import Sampling
 

@@ -13,10 +13,10 @@ from qerl.engine.decode.forward import TorchForward
 from qerl.engine.decode.kernel_forward import KernelForward
 from qerl.engine.decode.mixture import kernel_routers, stack_obstacle
 from qerl.kernels.attention.decode_state import DecodeState
-from qerl.models.adapter import add_adapter, publish
 from qerl.models.architecture import LayerKind, Mixture
 from qerl.models.device import best_kernels
 from qerl.models.mixture import copy_masters
+from qerl.models.peft.adapter import add_adapter, publish
 from qerl.models.random_weights import SHAPES, random_decoder
 from qerl.models.tiled_experts import TiledStack
 

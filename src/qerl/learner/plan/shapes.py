@@ -14,7 +14,7 @@ def check_name(model: str) -> None:
     """Raise UserError for what can be neither a shape nor a model; nothing is read or downloaded."""
     if "/" in model or _named_shape(model) is not None or Path(model).exists():
         return
-    from qerl.models.source import BUILT_IN  # a named shape needs no file readers
+    from qerl.models.checkpoint.source import BUILT_IN  # a named shape needs no file readers
 
     if model != BUILT_IN:
         hint = did_you_mean(model, (*RECIPES, *SHAPES)) or f"; there are {', '.join(SHAPES)}"
@@ -26,9 +26,9 @@ def read_architecture(model: str, backend: Literal["auto", "qerl", "transformers
     config is read. A folder of the same name comes before the hub id."""
     if (named := _named_shape(model)) is not None:
         return named
-    from qerl.models.backend import backend_of
-    from qerl.models.source import locate
-    from qerl.models.state_dict import architecture_of  # a named shape needs no file readers
+    from qerl.models.checkpoint.source import locate
+    from qerl.models.checkpoint.state_dict import architecture_of  # a named shape needs no file readers
+    from qerl.models.transformers_backend.backend import backend_of
 
     check_name(model)
     if backend_of(ModelConfig(path=model, backend=backend)) == "transformers":
@@ -43,8 +43,8 @@ def read_layout(model: str, format: str) -> str | None:
     """Return layout_line's line on a checkpoint; None if it is in full precision, or the name of a shape."""
     if _named_shape(model) is not None:
         return None
-    from qerl.models.layout_line import layout_line
-    from qerl.models.source import locate
+    from qerl.models.checkpoint.layout_line import layout_line
+    from qerl.models.checkpoint.source import locate
 
     return layout_line(locate(model).open(), format)
 

@@ -7,7 +7,7 @@ from qerl.config import AdapterConfig, RunConfig
 from qerl.learner.checkpoint import adapter_folder
 from qerl.learner.plan.shapes import read_architecture
 from qerl.models.architecture import Architecture
-from qerl.models.peft_reader import adapter_config
+from qerl.models.peft.peft_reader import adapter_config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Files of models: where they lie, how their tensors are named and stored, tokenizers."""

@@ -1,0 +1,66 @@
+"""Read weights as quantized checkpoints of other tools store them. layout.py says how to add one."""
+
+from collections.abc import Callable
+from typing import Any
+
+from qerl.errors import UserError
+from qerl.models.checkpoint.layouts import (
+    awq_int4,
+    bnb_nf4,
+    compressed_tensors,
+    fp8_blocks,
+    gptq_int4,
+    modelopt,
+    mxfp4_blocks,
+)
+from qerl.models.checkpoint.layouts.folder import QuantizedFolder
+from qerl.models.checkpoint.layouts.layout import Layout, TensorFolder
+from qerl.models.checkpoint.model_folder import read_json
+from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
+
+READERS: dict[str, Callable[[TensorFolder, dict[str, Any]], Layout]] = {
+    compressed_tensors.NAME: compressed_tensors.read_layout,
+    **dict.fromkeys(fp8_blocks.METHODS, fp8_blocks.read_layout),
+    **dict.fromkeys(modelopt.METHODS, modelopt.read_layout),
+    mxfp4_blocks.NAME: mxfp4_blocks.read_layout,
+    "awq": awq_int4.read_layout,
+    "gptq": gptq_int4.read_layout,
+    "bitsandbytes": bnb_nf4.read_layout,
+}
+"""By quant_method."""
+QUANTIZATION_KEYS = "quantization_config", "compression_config"
+
+
+def quantization_config(folder: TensorFolder) -> dict[str, Any] | None:
+    """Return the checkpoint's quantization_config, of a multimodal class that of its language model."""
+    text = folder.config.get("text_config")
+    for config in (folder.config, text if isinstance(text, dict) else {}):
+        for key in QUANTIZATION_KEYS:
+            if (found := config.get(key)) is not None:
+                if not isinstance(found, dict):
+                    raise UserError(f"{folder.path}: {key} must be an object, is {found!r}")
+                return found
+    if modelopt.is_config(folder.path):
+        return read_json(folder.path / modelopt.CONFIG_FILE) | {"quant_method": modelopt.METHODS[0]}
+    return None
+
+
+def _producer(config: dict[str, Any]) -> Any:
+    """Return "modelopt", which its files name, where there is no quant_method."""
+    producer = config.get("producer")
+    return producer.get("name") if isinstance(producer, dict) else None
+
+
+def with_layout(folder: SafetensorsFolder) -> SafetensorsFolder | QuantizedFolder:
+    """Return the folder with its quantized weights shown as float tensors; itself, if there are none.
+    Raise UserError for a quantization that is not supported."""
+    config = quantization_config(folder)
+    if config is None:
+        return folder
+    method = config.get("quant_method") or _producer(config)
+    if not isinstance(method, str) or method not in READERS:
+        raise UserError(
+            f"{folder.path}: is quantized with {method}, which is not supported; supported are float weights"
+            f" and {', '.join(READERS)}"
+        )
+    return QuantizedFolder(folder, READERS[method](folder, config))

@@ -1,0 +1,86 @@
+"""Load a model's tokenizer: with transformers from a folder, or from a GGUF file (gguf_tokenizer.py)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from qerl.errors import UserError
+from qerl.models.checkpoint.gguf_file import GgufFile
+from qerl.models.checkpoint.gguf_tokenizer import gguf_tokenizer
+from qerl.models.checkpoint.model_folder import read_json
+from qerl.models.checkpoint.safetensors_file import check_size
+from qerl.models.checkpoint.source import ModelSource, locate
+
+_MAX_TOKEN_ID = (1 << 31) - 1
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZER_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    source = locate(path)
+    if source.is_gguf:
+        return gguf_tokenizer(GgufFile(source.path))
+    if not any((source.path / name).is_file() for name in _VOCABULARIES):
+        raise UserError(f"{source.path}: has no tokenizer: none of {', '.join(_VOCABULARIES)} is there")
+    for name in (*_VOCABULARIES, *_TOKENIZER_FILES):
+        check_size(source.path / name)
+    config = _tokenizer_config(read_json(source.path / "config.json"), source.path)
+    try:
+        return AutoTokenizer.from_pretrained(str(source.path), config=config, trust_remote_code=False)
+    except Exception as error:  # damaged files raise many unrelated types
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{source.path}: its tokenizer cannot be loaded: {reason}") from error
+
+
+def _tokenizer_config(config: dict[str, Any], path: Path) -> PretrainedConfig:
+    """Return what transformers selects a tokenizer's class by. Of the whole config it would make a table with
+    num_labels entries and one with num_hidden_layers."""
+    texts = {
+        key: text for key in ("model_type", "tokenizer_class") if isinstance(text := config.get(key), str)
+    }
+    model_type = texts.pop("model_type", "")
+    named: dict[str, Any] = {**texts, "name_or_path": str(path)}
+    if model_type in CONFIG_MAPPING:
+        if not _names_class(path / "tokenizer_config.json"):
+            return AutoConfig.for_model(model_type, **named)
+        named["model_type"] = model_type
+    return PretrainedConfig(**named)
+
+
+def _names_class(path: Path) -> bool:
+    """True if the file names the tokenizer's class and no code of its own. Then the config's class does not
+    matter, and is not imported: many import transformers' modelling code, a third of a program's start."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    is_named = isinstance(found, dict) and isinstance(found.get("tokenizer_class"), str)
+    return is_named and "auto_map" not in found
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> frozenset[int]:
+    """Return the tokens that end a sample: the tokenizer's eos and those of generation_config.json."""
+    found: list[Any] = [tokenizer.eos_token_id]
+    file, key, listed = source.path, "tokenizer.ggml.eot_token_id", None
+    if source.is_gguf:
+        listed = GgufFile(file).metadata.get(key)
+    elif (source.path / "generation_config.json").is_file():
+        file, key = source.path / "generation_config.json", "eos_token_id"
+        listed = read_json(file).get(key)
+    found += listed if isinstance(listed, list) else [listed]
+    for token in found:
+        is_id = isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= _MAX_TOKEN_ID
+        if token is not None and not is_id:
+            raise UserError(f"{file}: {key} must be a token id or a list of them, got {repr(token)[:80]}")
+    return frozenset(token for token in found if token is not None)

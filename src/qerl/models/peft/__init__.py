@@ -1,0 +1,1 @@
+"""Adapters in the files and names of PEFT."""

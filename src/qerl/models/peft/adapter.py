@@ -1,0 +1,251 @@
+"""Low-rank adapters of a decoder: add, publish, disable, save and load them under PEFT's names.
+
+    W + scaling * B @ A,   scaling = alpha / rank,   A_RK uniform in +-1 / sqrt(K),   B_NR zero
+
+A new adapter changes no output bit: `tests/models/peft/test_adapter.py`. With adapter.kind full, the fp32
+masters of the weights take the adapter's place, under Hugging Face's names.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from qerl.algo.seeds import mix
+from qerl.config import AdapterConfig
+from qerl.errors import UserError
+from qerl.formats import BF16, FP8Flow
+from qerl.models.decoder import Decoder, Layer
+from qerl.models.layer_spec import adapter_targets
+from qerl.models.linear import QuantLinear
+from qerl.models.mixture import ExpertLinear, MixtureMLP, copy_masters
+from qerl.models.peft.peft_experts import shared
+from qerl.models.peft.peft_names import PEFT_PREFIX, PREFIX, decoder_tensors
+from qerl.models.policy_model import PolicyModel
+
+_EXPERTS = 1  # keeps these seeds apart from the linears'
+
+
+def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
+    """Add an adapter to every linear in config.target_modules; its A depends on the seed and the linear only.
+    With config.kind full, make the linear's weight trainable instead."""
+    names = {name.rpartition(".")[2] for name, _ in decoder.linears()}
+    targets = targets_of(decoder, config)
+    _check_mixture(decoder, config)
+    if unknown := [target for target in targets if target not in names]:
+        there_are = ", ".join(sorted(names))
+        raise UserError(f"adapter.target_modules: the model has no linear {unknown[0]!r}; it has {there_are}")
+    for index, (name, linear) in enumerate(decoder.linears()):
+        if name.rpartition(".")[2] in targets and config.kind == "full":
+            if not isinstance(linear.weight, BF16):
+                raise UserError("adapter.kind full needs unquantized weights: set --model.format bf16")
+            linear.learn_weight()
+        elif name.rpartition(".")[2] in targets:
+            a_RK = _new_a((config.rank, linear.in_width), mix(seed, index))
+            b_NR = torch.zeros(linear.out_width, config.rank)
+            linear.add_adapter(a_RK.to(decoder.device), b_NR.to(decoder.device), config.alpha / config.rank)
+    if config.experts != "none":
+        _add_expert_adapters(decoder, config, seed)
+
+
+def check_rank(decoder: PolicyModel, config: AdapterConfig) -> None:
+    """Raise UserError if the rank exceeds that of every weight it would be added to."""
+    targets = targets_of(decoder, config)
+    linears = [linear for name, linear in decoder.linears() if name.rpartition(".")[2] in targets]
+    most = max((min(linear.in_width, linear.out_width) for linear in linears), default=config.rank)
+    if config.kind == "lora" and config.rank > most:
+        raise UserError(
+            f"adapter.rank must be at most {most}, the rank of the largest weight, got {config.rank}"
+        )
+
+
+def targets_of(decoder: PolicyModel, config: AdapterConfig) -> tuple[str, ...]:
+    """Return the linears that get an adapter, by the last part of their name. In a model that transformers
+    runs, which may have other linears than those of the default, the default is all of them."""
+    if decoder.architecture is not None:
+        return adapter_targets(decoder.architecture, config)
+    names = tuple(dict.fromkeys(name.rpartition(".")[2] for name, _ in decoder.linears()))
+    is_default = config.target_modules == AdapterConfig().target_modules
+    return names if is_default else config.target_modules
+
+
+def _check_mixture(decoder: PolicyModel, config: AdapterConfig) -> None:
+    has_experts = decoder.architecture is not None and decoder.architecture.mixture is not None
+    if not has_experts and (config.router or config.experts != "none"):
+        name = "adapter.router" if config.router else "adapter.experts"
+        raise UserError(f"{name} needs a mixture of experts; {decoder.family} has none")
+
+
+def _add_expert_adapters(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
+    for index, (_, experts) in enumerate(decoder.expert_linears()):
+        num, rank = experts.spec.num_experts, config.expert_rank
+        num_a, num_b = (1 if config.experts == shared else num for shared in ("shared_a", "shared_b"))
+        a_ERK = _new_a((num_a, rank, experts.spec.in_width), mix(seed, _EXPERTS, index))
+        b_ENR = torch.zeros(num_b, experts.spec.out_width, rank)
+        experts.add_adapter(a_ERK.to(decoder.device), b_ENR.to(decoder.device), config.alpha / rank)
+
+
+def _new_a(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return A, uniform in +-1 / sqrt(K)."""
+    bound = 1 / math.sqrt(shape[-1])
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul_(2 * bound).sub_(bound)
+
+
+def publish(decoder: PolicyModel) -> None:
+    """Copy the fp32 masters into the working copies that the forward pass multiplies by."""
+    copy_masters([linear for _, linear in _linears(decoder)])
+
+
+def _linears(decoder: PolicyModel) -> Iterator[tuple[str, QuantLinear | ExpertLinear]]:
+    """Yield every linear and every stack of experts with its name."""
+    yield from decoder.linears()
+    yield from decoder.expert_linears()
+
+
+def set_router_noise(decoder: Decoder, reads_noise: bool) -> None:
+    """Let the routers of a mixture of experts read AQN's noise, or not."""
+    for layer in decoder.layers:
+        assert isinstance(layer, Layer)
+        if isinstance(layer.mlp, MixtureMLP):
+            layer.mlp.reads_noise = reads_noise
+
+
+@contextlib.contextmanager
+def adapter_off(decoder: PolicyModel) -> Iterator[None]:
+    """Disable the adapter within the context."""
+    before = [(linear, linear.adapter_enabled) for _, linear in _linears(decoder)]
+    try:
+        for linear, _ in before:
+            linear.adapter_enabled = False
+        yield
+    finally:
+        for linear, enabled in before:
+            linear.adapter_enabled = enabled
+
+
+class OtherAdapter:
+    """A frozen adapter that linears of this decoder can wear in the place of their own, of any rank."""
+
+    @torch.no_grad()
+    def __init__(self, decoder: Decoder, config: AdapterConfig, tensors: Mapping[str, Tensor]):
+        """tensors: with PEFT's names or the decoder's own. Raise UserError if they do not fit the decoder."""
+        linears = {
+            name: each for name, each in decoder.linears() if name.rpartition(".")[2] in config.target_modules
+        }
+        names = [f"{PREFIX}{name}.lora_{side}.weight" for name in linears for side in "AB"]
+        tensors = decoder_tensors(decoder.architecture, tensors, names)
+        if differing := sorted(set(names) ^ tensors.keys()):
+            problem = "lacks" if differing[0] in names else "has an unknown"
+            raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")
+        self._decoder, self._scaling = decoder, config.alpha / config.rank
+        self._worn: dict[str, tuple[Tensor, ...]] = {}
+        for name, linear in linears.items():
+            a_RK, b_NR = (tensors[f"{PREFIX}{name}.lora_{side}.weight"] for side in "AB")
+            expected = (config.rank, linear.in_width), (linear.out_width, config.rank)
+            if (tuple(a_RK.shape), tuple(b_NR.shape)) != expected:
+                raise UserError(
+                    f"{name}: the adapter must have the shapes {expected[0]} and {expected[1]},"
+                    f" got {tuple(a_RK.shape)} and {tuple(b_NR.shape)}"
+                )
+            masters = [t.detach().to(decoder.device, torch.float32, copy=True) for t in (a_RK, b_NR)]
+            work = [t.to(linear.compute, copy=True) for t in masters]
+            self._worn[name] = *(nn.Parameter(t, requires_grad=False) for t in masters), *work
+
+    @contextlib.contextmanager
+    def worn(self) -> Iterator[Decoder]:
+        """Compute with this adapter within the context, without gradients. The learner's is not touched."""
+        before = []
+        try:
+            for name, linear in self._decoder.linears():
+                before.append((linear, [getattr(linear, field) for field in _ADAPTER_FIELDS]))
+                is_fused = isinstance(linear.weight, BF16 | FP8Flow)
+                values = (*self._worn.get(name, (None,) * 4), self._scaling, is_fused, True)
+                for field, value in zip(_ADAPTER_FIELDS, values, strict=True):
+                    setattr(linear, field, value)
+            with torch.no_grad():
+                yield self._decoder
+        finally:
+            for linear, values in before:
+                for field, value in zip(_ADAPTER_FIELDS, values, strict=True):
+                    setattr(linear, field, value)
+
+
+_ADAPTER_FIELDS = "lora_A", "lora_B", "a_work", "b_work", "scaling", "is_alone", "adapter_enabled"
+
+
+@contextlib.contextmanager
+def dropping_inputs(decoder: PolicyModel, rate: float, *coordinates: int) -> Iterator[None]:
+    """Drop inputs of the adapter within the context; each linear's mask is drawn from the coordinates and its
+    index. A rate of 0 changes nothing."""
+    adapted = [linear for _, linear in decoder.linears() if linear.lora_A is not None] if rate else []
+    try:
+        for index, linear in enumerate(adapted):
+            linear.dropout = rate, mix(*coordinates, index)
+        yield
+    finally:
+        for linear in adapted:
+            linear.dropout = None
+
+
+def adapter_tensors(decoder: PolicyModel) -> dict[str, nn.Parameter]:
+    """Return the masters, not copies, by their names in a PEFT checkpoint of linears that are stored one by
+    one (peft_names.py)."""
+    return {
+        master_name: master
+        for name, linear in _linears(decoder)
+        for master_name, master in _masters(decoder.name_prefix + name, linear)
+        if master is not None
+    }
+
+
+def _masters(name: str, linear: QuantLinear | ExpertLinear) -> list[tuple[str, nn.Parameter | None]]:
+    return [
+        (f"{PEFT_PREFIX}{name}.lora_A.weight", linear.lora_A),
+        (f"{PEFT_PREFIX}{name}.lora_B.weight", linear.lora_B),
+        (f"{name}.weight", linear.full if isinstance(linear, QuantLinear) else None),
+    ]
+
+
+@torch.no_grad()
+def load_adapter(decoder: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
+    """Set the masters from tensors with PEFT's names or the decoder's own, then publish."""
+    masters = adapter_tensors(decoder)
+    tensors = decoder_tensors(decoder.architecture, tensors, masters)
+    if differing := sorted(masters.keys() ^ tensors.keys()):
+        problem = "lacks" if differing[0] in masters else "has an unknown"
+        raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")
+    for name, master in masters.items():
+        tensors[name] = shared(name, tensors[name], len(master))
+        if master.shape != tensors[name].shape:
+            raise UserError(
+                f"{name} must have the shape {tuple(master.shape)}, got {tuple(tensors[name].shape)}"
+            )
+    for name, master in masters.items():
+        master.copy_(tensors[name])
+    publish(decoder)
+
+
+def merged_expert(experts: ExpertLinear, index: int) -> Tensor:
+    """Return one expert's W + scaling * B @ A, float64 [N, K]."""
+    assert experts.weight is not None
+    weight = experts.weight[index]
+    weight_NK = weight.operand(torch.float32).double() * weight.alpha.double().reshape(-1, 1)
+    if experts.lora_A is not None:
+        a_RK, b_NR = (
+            t[index if len(t) > 1 else 0].detach().double() for t in (experts.lora_A, experts.lora_B)
+        )
+        weight_NK += experts.scaling * (b_NR @ a_RK)
+    return weight_NK
+
+
+def merged_weight(linear: QuantLinear) -> Tensor:
+    """Return W + scaling * B @ A, float64 [N, K], from the frozen weight and the fp32 masters."""
+    if linear.full is not None:
+        return linear.full.detach().double()
+    assert linear.weight is not None
+    weight_NK = linear.weight.operand(torch.float32).double() * linear.weight.alpha.double().reshape(-1, 1)
+    if linear.lora_A is not None:
+        weight_NK += linear.scaling * (linear.lora_B.detach().double() @ linear.lora_A.detach().double())
+    return weight_NK

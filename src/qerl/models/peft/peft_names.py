@@ -1,0 +1,187 @@
+"""Adapters as PEFT names and shapes them, where transformers' linears are not the decoder's.
+
+Of linears that are stored as one (StoredLinear), PEFT has one adapter, the decoder one for each linear:
+
+    the decoder        A_q, A_k, A_v [R, K]                    B_q, B_k, B_v [N, R]
+    PEFT, exactly      A = [A_q; A_k; A_v] [3 R, K]            B = [B_q 0 0; 0 B_k 0; 0 0 B_v] [sum N, 3 R]
+
+with 3 times the rank and alpha, so that alpha / rank is the same. The other way round, an adapter of rank R
+that PEFT trained is split by B's rows: each linear has the same A.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl.errors import UserError
+from qerl.models.architecture import Architecture, StoredLinear
+from qerl.models.layer_spec import kinds_of_linears
+from qerl.models.peft.peft_experts import from_peft, to_peft
+
+PEFT_PREFIX = "base_model.model."
+"""Prefix that PEFT puts before the names of transformers' model."""
+PREFIX = f"{PEFT_PREFIX}model."
+_LANGUAGE = "base_model.model.model.language_model."
+_FUSED = {  # of all families; which one it is, is not known where an adapter is given on the command line
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "input_linear": ("gate_proj", "up_proj"),
+    "output_linear": ("down_proj",),
+}
+
+
+def peft_tensors(architecture: Architecture | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return masters, which have the decoder's names, as PEFT has them. Without an architecture, here and
+    below, the linears are transformers' own."""
+    if architecture is None:
+        return dict(tensors)
+    prefix = PREFIX if architecture.part_of is None else _LANGUAGE
+    found = to_peft(architecture, tensors)
+    for stored, at in _places(architecture, found):
+        parts = _present(stored, at, found)
+        a = [found.pop(f"{at}{part}.lora_A.weight") for part in parts]
+        b = [found.pop(f"{at}{part}.lora_B.weight") for part in parts]
+        found[f"{at}{stored.name}.lora_A.weight"] = torch.cat(a)
+        found[f"{at}{stored.name}.lora_B.weight"] = _blocks(architecture, stored, parts, b)
+    return {name.replace(PREFIX, prefix, 1): tensor for name, tensor in found.items()}
+
+
+def decoder_tensors(
+    architecture: Architecture | None, tensors: Mapping[str, Tensor], masters: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return an adapter's tensors under the decoder's names; masters: the names of all that it has."""
+    if architecture is None:
+        return dict(tensors)
+    found = {name.replace(_LANGUAGE, PREFIX, 1): tensor for name, tensor in tensors.items()}
+    wanted = dict.fromkeys(masters, torch.empty(0))
+    found = from_peft(architecture, found, wanted)
+    for stored, at in _places(architecture, wanted):
+        names = [f"{at}{stored.name}.lora_{side}.weight" for side in "AB"]
+        if not all(name in found for name in names):
+            continue
+        parts = _present(stored, at, wanted)
+        a, b = (found.pop(name) for name in names)
+        for part, each in zip(parts, _split(architecture, stored, parts, a, b, names[1]), strict=True):
+            for side, tensor in zip("AB", each, strict=True):
+                found[f"{at}{part}.lora_{side}.weight"] = tensor.contiguous()
+    return found
+
+
+def peft_targets(
+    architecture: Architecture | None, targets: Iterable[str], rank: int, alpha: float
+) -> dict[str, Any]:
+    """Return the entries of adapter_config.json that say which linears have an adapter, and of which rank."""
+    if architecture is None:
+        return {"r": rank, "lora_alpha": alpha, "target_modules": list(targets)}
+    targets, names, patterns = list(targets), [], {}
+    stored_as = {part: stored for stored in architecture.stored_linears for part in stored.holds}
+    by_short = {linear.short_name: linear.name for linear in kinds_of_linears(architecture)}
+    for target in targets:
+        stored = stored_as.get(by_short[target])
+        name = target if stored is None else stored.name.rpartition(".")[2]
+        names += [name] * (name not in names)
+        if stored is not None and len(stored.holds) > 1:
+            patterns[name] = patterns.get(name, 0) + 1
+    patterns = {name: count for name, count in patterns.items() if count > 1}
+    modules: Any = names
+    if architecture.part_of is not None:  # other modalities have linears of the same names
+        modules = rf".*\.language_model\..*\.({'|'.join(names)})"
+    found: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": modules}
+    if patterns:
+        found["rank_pattern"] = {name: count * rank for name, count in patterns.items()}
+        found["alpha_pattern"] = {name: count * alpha for name, count in patterns.items()}
+    return found
+
+
+def decoder_targets(settings: Mapping[str, Any]) -> list[str] | None:
+    """Return the decoder's linears that adapter_config.json targets; None if it has a pattern of its own."""
+    named = settings.get("target_modules")
+    opening = r".*\.language_model\..*\.("
+    if isinstance(named, str) and named.startswith(opening) and named.endswith(")"):
+        named = named.removeprefix(opening).removesuffix(")").split("|")
+    if not isinstance(named, list) or not named:
+        return None
+    shorts = {str(name).rpartition(".")[2] for name in named}  # PEFT accepts full names too
+    return sorted({part for short in shorts for part in _FUSED.get(short, (short,))})
+
+
+def check_patterns(settings: Mapping[str, Any]) -> None:
+    """Raise UserError unless ranks and alphas differ only where `peft_targets` makes them differ."""
+    ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    known = {
+        (name, count * rank, count * alpha)
+        for name, parts in _FUSED.items()
+        for count in range(1, len(parts) + 1)
+        if isinstance(rank, int) and isinstance(alpha, int | float)
+    }
+    found = [(name, ranks.get(name), alphas.get(name)) for name in {**ranks, **alphas}]
+    if odd := [each for each in found if each not in known]:
+        raise UserError(
+            f"rank_pattern and alpha_pattern must give the other ranks of linears stored as one,"
+            f" got {odd[0][1]!r} and {odd[0][2]!r} for {odd[0][0]}"
+        )
+
+
+def _places(architecture: Architecture, tensors: Mapping[str, Any]) -> list[tuple[StoredLinear, str]]:
+    """Return each stored linear of which a part has an adapter, and the name of its layer with a dot."""
+    found = {}
+    for stored in architecture.stored_linears:
+        for part in stored.holds:
+            if part.startswith("mlp.experts."):
+                continue  # their adapters keep the decoder's names
+            ending = f"{part}.lora_A.weight"
+            for name in tensors:
+                if name.endswith(f".{ending}"):
+                    found[stored, name.removesuffix(ending)] = None
+    return list(found)
+
+
+def _present(stored: StoredLinear, at: str, tensors: Mapping[str, Any]) -> list[str]:
+    return [part for part in stored.holds if f"{at}{part}.lora_A.weight" in tensors]
+
+
+def _widths(architecture: Architecture, stored: StoredLinear) -> list[int]:
+    by_name = {linear.name: linear.out_width for linear in kinds_of_linears(architecture)}
+    return [by_name[part] for part in stored.holds]
+
+
+def _blocks(architecture: Architecture, stored: StoredLinear, parts: list[str], b: list[Tensor]) -> Tensor:
+    """Return B of all linears, zero for those without an adapter."""
+    widths, rank = _widths(architecture, stored), b[0].shape[1]
+    whole = b[0].new_zeros(sum(widths), rank * len(parts))
+    columns = iter(whole.split(rank, 1))
+    for part, row_start, width in zip(stored.holds, _starts(widths), widths, strict=True):
+        if part in parts:
+            next(columns)[row_start : row_start + width] = b[parts.index(part)]
+    return whole
+
+
+def _split(
+    architecture: Architecture,
+    stored: StoredLinear,
+    parts: list[str],
+    a: Tensor,
+    b: Tensor,
+    name: str,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each part's A and B."""
+    widths = _widths(architecture, stored)
+    if b.shape != (sum(widths), len(a)):
+        raise UserError(f"{name} must have the shape {(sum(widths), len(a))}, got {tuple(b.shape)}")
+    starts = dict(zip(stored.holds, _starts(widths), strict=True))
+    rows = [b[starts[part] :][: widths[stored.holds.index(part)]] for part in parts]
+    if len(a) % len(parts) == 0:
+        rank = len(a) // len(parts)
+        columns = [each[:, i * rank : (i + 1) * rank] for i, each in enumerate(rows)]
+        if sum(int(each.count_nonzero()) for each in columns) == int(b.count_nonzero()):
+            return list(zip(a.split(rank), columns, strict=True))
+    if len(parts) < len(stored.holds):
+        raise UserError(f"{name} is one adapter of {', '.join(stored.holds)}: target all of them")
+    return [(a, each) for each in rows]
+
+
+def _starts(widths: list[int]) -> list[int]:
+    return [sum(widths[:index]) for index in range(len(widths))]

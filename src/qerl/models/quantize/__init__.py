@@ -1,0 +1,1 @@
+"""Rounding a model to few bits, with or without calibration, and what that costs."""

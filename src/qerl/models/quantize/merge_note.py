@@ -1,0 +1,70 @@
+"""The note beside a merged model: what was merged into which model, and how far that moved the predictions.
+
+`export --as merged` writes it. Loading the model in 4 bits reads it, measures the KL on its tokens, and tells
+
+    kept = 1 - KL(merged || quantized) / KL(merged || base)
+
+The demo's run showed that kept is what remains of the gain in accuracy: dev/LOG.md, 2026-11-22.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import UserError
+from qerl.models.checkpoint.model_folder import read_json
+from qerl.models.hf_writer import write_json
+from qerl.models.quantize.quantization_error import Probe
+
+NOTE = "qerl_merge.json"
+MAX_PROBE_TOKENS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MergeNote:
+    """MergeNote(run="runs/demo", base="smollm2-135m-instruct", base_format="nvfp4", adapter={"rank": 32},
+    base_kl=0.88, merged_kl=0.0002, probes=(Probe(...),))"""
+
+    run: str
+    base: str
+    base_format: str
+    adapter: dict[str, Any]
+    """The run's AdapterConfig."""
+    base_kl: float
+    """KL(merged || base) on the probes, nats a token."""
+    merged_kl: float
+    """KL(merged || adapter apart): what rounding to the merged model's dtype loses."""
+    probes: tuple[Probe, ...]
+    """Prompts and samples of the run, at most MAX_PROBE_TOKENS tokens."""
+
+    def kept(self, kl: float) -> float:
+        """Return the share of the learned change that a model at this KL from the merged one keeps."""
+        return min(max(1 - kl / self.base_kl, 0.0), 1.0) if self.base_kl > 0 else 1.0
+
+
+def write_note(folder: Path, note: MergeNote) -> None:
+    write_json(folder / NOTE, dataclasses.asdict(note))
+
+
+def read_note(path: Path, vocab_size: int) -> MergeNote | None:
+    """Return the note of a model's folder; None if it has none."""
+    if not (path / NOTE).is_file():
+        return None
+    values = read_json(path / NOTE)
+    try:
+        probes = tuple(Probe(**probe) for probe in values.pop("probes"))
+        note = MergeNote(probes=probes, **values)
+        is_valid = (
+            all(_is_valid(probe, vocab_size) for probe in probes) and note.base_kl >= 0 <= note.merged_kl
+        )
+    except (KeyError, TypeError, AttributeError):
+        is_valid, note = False, None
+    if not is_valid or not note or not note.probes:
+        raise UserError(f"{path / NOTE}: is damaged; delete it, or export the model again")
+    return note
+
+
+def _is_valid(probe: Probe, vocab_size: int) -> bool:
+    tokens_T = probe.tokens_T
+    are_known = all(type(token) is int and 0 <= token < vocab_size for token in tokens_T)
+    return are_known and 0 <= probe.start < len(tokens_T) <= MAX_PROBE_TOKENS

@@ -1,0 +1,112 @@
+"""`qerl quantize`: quantize a float checkpoint, optionally calibrated on a text (AWQ, GPTQ).
+
+The text is cut into sequences, whose inputs to each linear determine the factors that awq.py folds in. The
+float model runs once for that, in bf16 or fp32 as the device allows, and is freed before the search.
+"""
+
+import sys
+from functools import partial
+
+import torch
+
+from qerl.config import ModelConfig
+from qerl.config.options import QuantizeOptions
+from qerl.errors import UserError
+from qerl.formats import FORMATS
+from qerl.formats.block_scale import least_squares
+from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
+from qerl.models.checkpoint.state_dict import architecture_of
+from qerl.models.checkpoint.tokenizer import load_tokenizer
+from qerl.models.compressed_tensors import (
+    SelectScales,
+    default_scales,
+    encode_weights,
+    write_quantized,
+)
+from qerl.models.device import COMPUTE, resolve_device
+from qerl.models.hf_writer import check_output_folder
+from qerl.models.loader import build_decoder
+from qerl.models.packed_writer import write_packed
+from qerl.models.quantize.awq import ScaledCheckpoint, awq, collect_inputs
+from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups, read_calibration
+from qerl.models.quantize.gptq import requantize
+from qerl.models.quantize.quantization_check import TEXT, check_quantization
+
+SCALES: dict[str, SelectScales] = {"plain": default_scales, "mse": least_squares}
+
+
+def quantize(options: QuantizeOptions) -> None:
+    scales = SCALES[options.scales]
+    if options.calibrate == "gptq":
+        _write_gptq(options)
+    else:
+        fold = None
+        if options.calibrate == "awq":
+            fold = partial(_fold, sequences=_sequences(options), format=options.format, scales=scales)
+        write_quantized(options.model, options.out, format=options.format, scales=scales, fold=fold)
+    if (line := _check(options)) is not None:
+        print(line, file=sys.stderr)
+
+
+def _write_gptq(options: QuantizeOptions) -> None:
+    """Calibrate on a text, or on the prompts and samples of a run's samples.jsonl."""
+    check_output_folder(options.out)
+    source, device = locate(options.model), torch.device(resolve_device(ModelConfig()).device)
+    checkpoint = source.open()
+    if layout_of(checkpoint) is not None:
+        raise UserError(f"{options.model}: is quantized already")
+    assert options.data is not None
+    if options.data.suffix == ".jsonl":
+        tokenizer = load_tokenizer(options.model)
+        rows = read_calibration(options.data, tokenizer, max_tokens=CALIBRATION_TOKENS, device=device)
+    else:
+        groups = [(tokens, []) for tokens in _sequences(options)]
+        rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=device)
+    decoder = build_decoder(checkpoint, format="bf16", compute=torch.float32, device=device, resident=False)
+    requantize(decoder, rows, notice=partial(print, "gptq:", file=sys.stderr))
+    write_packed(decoder, source, options.out)
+
+
+def _check(options: QuantizeOptions) -> str | None:
+    """Return the line on what the written weights changed."""
+    model = resolve_device(ModelConfig(path=str(options.out), format=options.format))
+    decoder = build_decoder(
+        locate(model.path).open(),
+        format=model.format,
+        compute=COMPUTE[model.dtype],
+        device=torch.device(model.device),
+        resident=model.operand == "resident",
+    )
+    text = list(load_tokenizer(options.model)(TEXT)["input_ids"])
+    return check_quantization(decoder, options.model, model.format, [text], "a built-in text")
+
+
+def _sequences(options: QuantizeOptions) -> list[list[int]]:
+    assert options.data is not None
+    try:
+        text = options.data.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{options.data}: cannot be read as text: {error}") from None
+    tokens = list(load_tokenizer(options.model)(text)["input_ids"])
+    if not tokens:
+        raise UserError(f"{options.data}: is empty")
+    length = options.sequence_tokens
+    return [tokens[at : at + length] for at in range(0, len(tokens), length)][: options.sequences]
+
+
+def _fold(
+    checkpoint: Checkpoint, *, sequences: list[list[int]], format: str, scales: SelectScales
+) -> ScaledCheckpoint:
+    architecture, model = architecture_of(checkpoint), resolve_device(ModelConfig(format="bf16"))
+    longest = architecture.max_positions
+    decoder = build_decoder(
+        checkpoint,
+        format="bf16",
+        compute=COMPUTE[model.dtype],
+        device=torch.device(model.device),
+        resident=model.operand == "resident",
+    )
+    inputs = collect_inputs(decoder, [tokens[:longest] for tokens in sequences])
+    del decoder
+    kind = FORMATS[format]
+    return awq(checkpoint, architecture, inputs, lambda weights: encode_weights(weights, kind, scales))

@@ -1,0 +1,198 @@
+"""Load a TransformersModel from a folder of safetensors: made on the meta device, filled tensor by tensor,
+each linear packed as it is read.
+
+    peak memory = the packed model + one parameter of it      
+    tests/models/transformers_backend/test_transformers_backend.py
+
+No code of a checkpoint is ever run: a class that transformers does not have is refused (backend.py).
+"""
+
+import re
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as TEXT_MODELS
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from qerl.errors import UserError
+from qerl.formats import BF16, FORMATS
+from qerl.models.checkpoint.layouts import with_layout
+from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
+from qerl.models.checkpoint.source import Checkpoint, ModelSource, PackedCheckpoint
+from qerl.models.families import FAMILIES, MULTIMODAL, obstacle
+from qerl.models.transformers_backend.backend import first_line, transformers_config
+from qerl.models.transformers_backend.transformers_model import FloatHead, SequenceLinear, TransformersModel
+from qerl.models.transformers_backend.transformers_weights import StreamedWeights, compute_buffers, fill
+
+_UNPACKED = "gate", "router", "shared_expert_gate", "dt_proj"
+"""Routers; a part of Mamba's layers whose weight its code reads."""
+_SAME_PRODUCT = ("FalconLinear",)
+"""Subclasses of nn.Linear that write its product in another way."""
+_SHOWN = 3  # names in a line
+_ROUNDING = 0.05  # of logits, as a part of them: 0.00 in others; 0.48 in PaliGemma, which looks ahead
+
+
+def load_transformers_model(
+    source: ModelSource, *, format: str, compute: torch.dtype, device: torch.device, resident: bool
+) -> TransformersModel:
+    """Return the model with the linears of its layers in `format` and the rest in `compute`. Codes that
+    a quantized checkpoint has in `format` are taken as they are, others are decoded."""
+    config = transformers_config(source)
+    checkpoint = with_layout(SafetensorsFolder(source.path))
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        auto = AutoModelForCausalLM if type(config) in TEXT_MODELS else AutoModelForImageTextToText
+        model = auto.from_config(config, dtype=compute).eval().requires_grad_(False)
+    compute_buffers(model, device)
+    weights = StreamedWeights(model, checkpoint)
+    linears = _replace_linears(model, compute, device)
+    try:
+        if not linears:
+            raise UserError(
+                f"the layers of {type(model).__name__} have no torch.nn.Linear that can be packed"
+            )
+        filled = _fill_packed(checkpoint, linears, format, device)
+        weights.skip(filled)
+        misfits = _fill(model, weights, linears, format, compute, device, filled)
+        _check_filled(model, weights.names, filled)
+        model.tie_weights()
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from error
+    for linear in linears.values() if resident else ():
+        linear.make_resident()
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and compute != torch.float32:
+        model.set_output_embeddings(FloatHead(head))
+    found = TransformersModel(model, compute, device)
+    found.notices = _notices(found, format, misfits, weights.unused, obstacle(checkpoint.config))
+    _try(found)
+    return found
+
+
+def _replace_linears(
+    model: PreTrainedModel, compute: torch.dtype, device: torch.device
+) -> dict[str, SequenceLinear]:
+    """Put an empty SequenceLinear in the place of each linear of a layer of the language model; return them
+    by name. Linears for images and sound stay as they are: nothing runs them."""
+    lists = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    language = set(model.get_decoder().modules())
+    found: dict[str, SequenceLinear] = {}
+    for name, module in list(model.named_modules()):
+        if module not in language:
+            continue
+        parent, _, last = name.rpartition(".")
+        if not isinstance(module, nn.Linear) or last in _UNPACKED or not name.startswith(lists):
+            continue
+        if type(module).forward is nn.Linear.forward or type(module).__name__ in _SAME_PRODUCT:
+            k, n, has_bias = module.in_features, module.out_features, module.bias is not None
+            found[name] = SequenceLinear(k, n, has_bias=has_bias, compute=compute, device=device)
+            setattr(model.get_submodule(parent), last, found[name])
+    return found
+
+
+def _fill(
+    model: PreTrainedModel,
+    weights: StreamedWeights,
+    linears: dict[str, SequenceLinear],
+    format: str,
+    compute: torch.dtype,
+    device: torch.device,
+    filled: set[str],
+) -> list[str]:
+    """Fill what the checkpoint has, and add its names to `filled`; return the linears that do not fit the
+    format's blocks and are bf16."""
+    strict = "|".join(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) or "$^"
+    misfits = []
+    for name, tensor in weights:
+        filled.add(name)
+        module, _, last = name.rpartition(".")
+        if module not in linears or last != "weight":
+            dtype = torch.float32 if re.search(strict, name) else compute
+            fill(model, name, tensor, device, dtype)
+            continue
+        linear = linears[module]
+        if tensor.shape != (linear.out_width, linear.in_width):
+            must = [linear.out_width, linear.in_width]
+            raise UserError(f"{name} is {list(tensor.shape)}, must be {must}")
+        tensor = tensor.to(device)
+        try:
+            linear.load_weight(FORMATS[format].encode(tensor))
+        except UserError:  # the shape: read_float has checked the numbers
+            misfits.append(module)
+            linear.load_weight(BF16.encode(tensor))
+    return misfits
+
+
+def _fill_packed(
+    checkpoint: Checkpoint, linears: dict[str, SequenceLinear], format: str, device: torch.device
+) -> set[str]:
+    """Fill linears whose codes the checkpoint has in this format; return the names of their weights."""
+    found: set[str] = set()
+    if not isinstance(checkpoint, PackedCheckpoint):
+        return found
+    for name, linear in linears.items():
+        shape = linear.out_width, linear.in_width
+        packed = checkpoint.packed(name) if checkpoint.shapes.get(f"{name}.weight") == shape else None
+        if packed is not None and packed.name == format:
+            linear.load_weight(packed.to(device))
+            found.add(f"{name}.weight")
+    return found
+
+
+def _check_filled(model: PreTrainedModel, names: Iterable[str], filled: set[str]) -> None:
+    """Raise UserError if the checkpoint lacks a tensor that is no other one's."""
+    tied = model.all_tied_weights_keys
+    if missing := [name for name in names if name not in filled and name not in tied]:
+        raise UserError(f"has no tensor {_listed(missing)}")
+
+
+def _notices(
+    found: TransformersModel, format: str, misfits: list[str], unused: list[str], obstacle: str | None
+) -> list[str]:
+    linears = dict(found.linears())
+    packed = sum(linear.num_bytes for linear in linears.values())
+    experts = [(n, p) for n, p in found.model.named_parameters() if p.dim() == 3 and ".experts." in n]
+    dtype = str(found.compute).removeprefix("torch.")
+    lines = [
+        f"model.backend transformers: transformers' own code runs {found.family}, correctly but slowly: no"
+        " fused kernels, no paged KV cache, no packing",
+        f"{len(linears)} linears are in {format} ({packed / 1e6:,.1f} MB); the other weights stay in {dtype}"
+        f" ({(found.num_bytes - packed) / 1e6:,.1f} MB)",
+    ]
+    if obstacle is not None and found.family in FAMILIES.keys() | MULTIMODAL.keys():
+        lines.append(f"our decoder does not run it: {obstacle}")
+    if experts:
+        size = sum(p.nbytes for _, p in experts) / 1e6
+        lines.append(
+            f"{len(experts)} tensors of fused experts stay in {dtype} ({size:,.1f} MB): this backend packs"
+            f" linears only ({_listed([name for name, _ in experts])})"
+        )
+    if misfits:
+        lines.append(f"{_listed(misfits)}: in bf16, as the shape does not fit the blocks of {format}")
+    if unused:
+        lines.append(f"{len(unused)} tensors of the checkpoint are not used: {_listed(unused)}")
+    norms = f"{len(found.norms)} RMSNorms of width {found.width}" if found.norms else "no RMSNorm"
+    return [*lines, f"noise (AQN) applies to {norms} in the layers of {found.family}"]
+
+
+@torch.no_grad()
+def _try(found: TransformersModel) -> None:
+    """Run a few tokens, so that code which reads a replaced linear's weight, or whose tokens see later ones,
+    is refused before a run begins."""
+    each_13 = torch.tensor([[[0, 1, 2]], [[0, 1, 3]]], device=found.device)
+    try:
+        one, other = (found.model(t, use_cache=i == 1).logits[0, :2].float() for i, t in enumerate(each_13))
+    except Exception as error:  # of transformers' code
+        raise UserError(
+            f"{found.family}: transformers' code does not run with quantized linears, choose another model:"
+            f" {first_line(error)}"
+        ) from error
+    if (other - one).norm() > _ROUNDING * one.norm():
+        raise UserError(f"{found.family}: its tokens attend to later ones, so it cannot generate text")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
