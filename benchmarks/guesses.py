@@ -24,7 +24,7 @@ from qerl.config.check import check_positive
 from qerl.config.recipes import RECIPES
 from qerl.models.device import resolve_device
 from qerl.training.policy import load_sampler, load_task
-from qerl.training.rollout import sampling_of
+from qerl.training.rollouts.rollout import sampling_of
 
 _SUFFIX_TOKENS = range(8, 1, -1)
 _ROWS = (1, 4, 8, 16)

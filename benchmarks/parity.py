@@ -43,7 +43,7 @@ from qerl.models.decoder import Decoder
 from qerl.models.lm_head import LMHead, check_head
 from qerl.models.random_weights import shape
 from qerl.models.sampler_copy import make_sampler_copy
-from qerl.training.rollout import sampling_of
+from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import Group
 
 _HALVINGS, _DRAWS = 20, 1 << 21

@@ -40,9 +40,9 @@ from qerl.learner import Learner
 from qerl.learner.distributed import ALONE
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import random_decoder, shape
-from qerl.training.partial import PartialRollouts
 from qerl.training.planned_learner import planned_learner
-from qerl.training.rollout import GroupRollouts, drop_overlong
+from qerl.training.rollouts.partial import PartialRollouts
+from qerl.training.rollouts.rollout import GroupRollouts, drop_overlong
 from qerl.types import Group, Prompt
 
 

@@ -42,7 +42,7 @@ from qerl.models.hf_writer import write_json, write_shards
 from qerl.models.random_weights import shape
 from qerl.training.compile_plan import compile_while_loading
 from qerl.training.policy import load_sampler
-from qerl.training.rollout import sampling_of, with_advantages
+from qerl.training.rollouts.rollout import sampling_of, with_advantages
 
 _GROUP, _TOKENS = 8, 2  # samples of a prompt, tokens of a sample: the second is the first decode step's
 _MODELS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}

@@ -43,8 +43,8 @@ from qerl.models.quantize.awq import BATCH_TOKENS, ScaledCheckpoint, awq, collec
 from qerl.tasks import RewardPool, build_task
 from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import gym_rows
-from qerl.training.evaluation import sample_and_score, sampled_tokens, summarize
-from qerl.training.rollout import sampling_of
+from qerl.training.rollouts.evaluation import sample_and_score, sampled_tokens, summarize
+from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import Group, Prompt
 from studies.gaussian_noise import GaussianNoiseCheckpoint
 from studies.study import Job

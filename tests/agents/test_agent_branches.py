@@ -17,7 +17,7 @@ from qerl.learner.minibatch import split
 from qerl.serve.agents.function import find_agent
 from qerl.serve.agents.rollout import AgentPool
 from qerl.tracking.json_lines import read_lines
-from qerl.training.rollout import learned_parts, with_advantages
+from qerl.training.rollouts.rollout import learned_parts, with_advantages
 from qerl.types import Pivot, Prompt, Sampling
 
 pytest.importorskip("starlette")

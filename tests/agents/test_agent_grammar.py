@@ -14,7 +14,7 @@ from qerl.learner.packing import pack
 from qerl.models.peft.adapter import adapter_tensors, publish
 from qerl.models.transformers_backend.transformers_model import TransformersModel
 from qerl.serve.loaded_model import load_model
-from qerl.training.rollout import agent_metrics, learned_parts
+from qerl.training.rollouts.rollout import agent_metrics, learned_parts
 
 pytest.importorskip("starlette")
 pytest.importorskip("openai")

@@ -11,7 +11,7 @@ import torch
 from agent_episodes import load_tiny, noting_samples, playing, turns_of
 
 from engine.parts import packed_logprobs
-from qerl.training.rollout import learned_parts
+from qerl.training.rollouts.rollout import learned_parts
 
 pytest.importorskip("starlette")
 pytest.importorskip("openai")

@@ -19,7 +19,7 @@ from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import stop_token_ids
 from qerl.serve.loaded_model import LoadedModel
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
-from qerl.training.rollout import agent_metrics
+from qerl.training.rollouts.rollout import agent_metrics
 
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")

@@ -144,7 +144,11 @@ def test_the_page_of_the_config_has_every_part_of_it():
 
 def logged_metrics() -> set[str]:
     """Return the names of all metrics that the source logs; pass_at_K stands for every power of two."""
-    metrics, rollout, branching = "learner/metrics.py", "training/rollout.py", "training/branching.py"
+    metrics, rollout, branching = (
+        "learner/metrics.py",
+        "training/rollouts/rollout.py",
+        "training/rollouts/branching.py",
+    )
     names = {
         *keys_of(metrics, "sampling_metrics", "update_metrics"),
         *keys_of(rollout, "sample", "rollout_metrics", "accuracy_metrics"),
@@ -153,15 +157,15 @@ def logged_metrics() -> set[str]:
         *keys_of("aqn/aqn.py", "observe"),
         *keys_of("learner/learner.py", "step"),
         *keys_of("learner/distributed.py", "take_traffic"),
-        *keys_of("training/multi_turn.py", "take_metrics"),
+        *keys_of("training/engines/multi_turn.py", "take_metrics"),
         *keys_of("serve/agents/rollout.py", "take_metrics"),
         *keys_of("training/loop.py", "run"),
         *keys_of("training/session.py", "after_update"),
         *(f"eval_{name}" for name in keys_of("training/session.py", "held_out_figures")),
         *keys_of("training/sft.py", "step"),
-        *keys_of("training/distil.py", "sample"),
-        *keys_of("training/partial.py", "_metrics", "_cache_metrics"),
-        *keys_of("training/overlap.py", "metrics"),
+        *keys_of("training/rollouts/distil.py", "sample"),
+        *keys_of("training/rollouts/partial.py", "_metrics", "_cache_metrics"),
+        *keys_of("training/rollouts/overlap.py", "metrics"),
         *keys_of("tracking/journal.py", "_record", "step"),
         *keys_of("training/run_checkpoints.py", "_take"),
         *ray_metrics(),

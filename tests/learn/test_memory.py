@@ -9,7 +9,7 @@ from engine.parts import engine_of
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.kernels.runtime import gpu_memory
 from qerl.learner import Learner
-from qerl.training.rollout import drop_overlong, sampling_of, with_advantages
+from qerl.training.rollouts.rollout import drop_overlong, sampling_of, with_advantages
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ from qerl.config import ModelConfig, NoiseConfig, RunConfig
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
+from qerl.training.engines.replayed_batch import Draw, Parent, SingleTurns
 from qerl.training.policy import load_sampler
-from qerl.training.replayed_batch import Draw, Parent, SingleTurns
 from qerl.types import Prompt, Sampling
 from training.ranks import StartedRanks
 from training.ray_cluster import OF_A_RUN

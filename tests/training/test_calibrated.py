@@ -19,9 +19,9 @@ from qerl.models.device import resolve_device
 from qerl.models.quantize.quantize import quantize
 from qerl.tasks import RewardPool, build_task
 from qerl.training.calibrated import NOTE, refuse_calibration, with_calibrated_base
-from qerl.training.evaluation import sample_and_score
 from qerl.training.policy import load_sampler
-from qerl.training.rollout import sampling_of
+from qerl.training.rollouts.evaluation import sample_and_score
+from qerl.training.rollouts.rollout import sampling_of
 
 TRAINING = {
     "num-steps": 40,

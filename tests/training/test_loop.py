@@ -10,7 +10,7 @@ import pytest
 from qerl.config import AlgoConfig, EvalConfig, NoiseConfig, RunConfig, SampleConfig
 from qerl.errors import RunError
 from qerl.training.loop import Parts, run
-from qerl.training.rollout import GroupRollouts
+from qerl.training.rollouts.rollout import GroupRollouts
 from qerl.types import Group, Prompt, Sample
 
 

@@ -20,11 +20,11 @@ from qerl.models.peft.adapter import adapter_tensors
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
 from qerl.training import ray_engine
-from qerl.training.multi_turn import EnvironmentEpisodes
+from qerl.training.engines.multi_turn import EnvironmentEpisodes
+from qerl.training.engines.replayed_batch import Draw
 from qerl.training.policy import load_sampler
 from qerl.training.ray_engine import Cluster, check_reachable, join_cluster, with_round
 from qerl.training.ray_worker import PublishedPolicy, Worker
-from qerl.training.replayed_batch import Draw
 from qerl.types import Prompt, Sampling
 from training.ray_cluster import OF_A_RUN
 

@@ -22,8 +22,8 @@ from typing import Any
 from qerl.algo.estimate import majority_vote
 from qerl.tracking.atomic_file import encode, write_atomic
 from qerl.tracking.json_lines import decode
-from qerl.training import evaluation
-from qerl.training.evaluation import Evaluation
+from qerl.training.rollouts import evaluation
+from qerl.training.rollouts.evaluation import Evaluation
 from qerl.types import Prompt, RolloutEngine, Sampling
 
 _SAMPLES_PER_BATCH = 1024

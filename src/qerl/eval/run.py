@@ -30,9 +30,9 @@ from qerl.tasks.majority_vote import voting_grader
 from qerl.tasks.reward import REWARDS, format_failures
 from qerl.tracking.provenance import environment
 from qerl.training.calibrated import refuse_calibration
-from qerl.training.multi_turn import MultiTurnEngine, with_environment
+from qerl.training.engines.multi_turn import MultiTurnEngine, with_environment
 from qerl.training.policy import check_prompt_fits, load_tokenizer_and_limit, load_trained_sampler
-from qerl.training.rollout import sampling_of
+from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import Prompt
 
 

@@ -30,8 +30,8 @@ from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups
 from qerl.models.quantize.gptq import requantize
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import Task, build_task
-from qerl.training.evaluation import EVALUATION_STEP
-from qerl.training.rollout import sampling_of
+from qerl.training.rollouts.evaluation import EVALUATION_STEP
+from qerl.training.rollouts.rollout import sampling_of
 
 NOTE = "qerl_calibrated.json"
 NUM_SAMPLES, MAX_SAMPLE_TOKENS = 4, 256

@@ -19,7 +19,7 @@ from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.device import COMPUTE, Kernels, choose_kernels, has_tile_kernels
 from qerl.models.outline import outlined_decoder
 from qerl.models.transformers_backend.backend import backend_of
-from qerl.training.rollout import sampling_of
+from qerl.training.rollouts.rollout import sampling_of
 
 
 def compile_while_loading(config: RunConfig, num_positions: int) -> BackgroundCompiler | None:

@@ -11,10 +11,10 @@ from qerl.config import RunConfig
 from qerl.errors import RunError
 from qerl.learner.learner import Learner
 from qerl.tracking import Journal, NullJournal, StepLog
-from qerl.training.branching import BranchingRollouts
-from qerl.training.distil import DistilRollouts
-from qerl.training.partial import PartialRollouts
-from qerl.training.rollout import GroupRollouts, drop_overlong
+from qerl.training.rollouts.branching import BranchingRollouts
+from qerl.training.rollouts.distil import DistilRollouts
+from qerl.training.rollouts.partial import PartialRollouts
+from qerl.training.rollouts.rollout import GroupRollouts, drop_overlong
 from qerl.types import RolloutEngine
 
 

@@ -27,7 +27,7 @@ from qerl.models.transformers_backend.backend import backend_of, max_positions_o
 from qerl.tasks import RewardPool, Task, build_task
 from qerl.tasks.prompt import set_template_variables
 from qerl.training.backend_limits import check_backend
-from qerl.training.teacher import teacher_checkpoint
+from qerl.training.rollouts.teacher import teacher_checkpoint
 from qerl.types import Prompt
 
 

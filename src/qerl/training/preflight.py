@@ -46,7 +46,7 @@ from qerl.tracking.loggers import check_loggers
 from qerl.tracking.provenance import check_same_run, version
 from qerl.training.backend_limits import check_backend
 from qerl.training.policy import check_task, load_sampler, load_task
-from qerl.training.rollout import sampling_of
+from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import Group, Prompt, Sample
 
 Status = Literal["ok", "note", "broken", "skipped"]

@@ -28,9 +28,9 @@ from qerl.config import RunConfig
 from qerl.engine.stats import Stats
 from qerl.errors import RunError, UserError, require
 from qerl.learner.distributed import Ranks
-from qerl.training.evaluation import EVALUATION_STEP
+from qerl.training.engines.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine
 from qerl.training.ray_worker import MakeEpisodes, PublishedPolicy, Sampled, Worker
-from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine
+from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.types import Group, Prompt, Sample
 
 _MAX_ATTEMPTS = 3

@@ -23,8 +23,8 @@ from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError
 from qerl.models.peft.adapter import load_adapter
 from qerl.models.policy_model import PolicyModel
+from qerl.training.engines.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine, SingleTurns
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
-from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine, SingleTurns
 from qerl.types import Prompt, Sample
 
 

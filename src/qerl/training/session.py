@@ -32,26 +32,26 @@ from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
 from qerl.tracking.trust import remember_started
-from qerl.training import evaluation
 from qerl.training.base_judge import let_base_judge
-from qerl.training.branchable import BranchingEngine
-from qerl.training.branching import BranchingRollouts
 from qerl.training.calibrated import with_calibrated_base
 from qerl.training.compile_plan import compile_while_loading
-from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
-from qerl.training.distil import DistilRollouts, read_given_rows
+from qerl.training.engines.branchable import BranchingEngine
+from qerl.training.engines.data_parallel import DataParallelEngine, DataParallelRewards
+from qerl.training.engines.multi_turn import EnvironmentEpisodes, with_environment
 from qerl.training.loop import Parts, run
-from qerl.training.multi_turn import EnvironmentEpisodes, with_environment
 from qerl.training.observer import NullObserver, Observer
-from qerl.training.partial import PartialRollouts
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import check_supported, check_task, load_sampler, load_task, longest_prompt
 from qerl.training.ray_engine import Cluster, RemoteEngine, join_cluster
 from qerl.training.ray_worker import Episodes, MakeEpisodes
-from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
+from qerl.training.rollouts import evaluation
+from qerl.training.rollouts.branching import BranchingRollouts
+from qerl.training.rollouts.distil import DistilRollouts, read_given_rows
+from qerl.training.rollouts.partial import PartialRollouts
+from qerl.training.rollouts.rollout import GroupRollouts, Rewards, sampling_of
+from qerl.training.rollouts.teacher import Teacher, check_teacher, load_teacher, teacher_sources
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result, kept_evaluations
 from qerl.training.signals import StopSignal, echo_s
-from qerl.training.teacher import Teacher, check_teacher, load_teacher, teacher_sources
 from qerl.types import RolloutEngine, Sampling
 
 

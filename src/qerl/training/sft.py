@@ -36,10 +36,10 @@ from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
 from qerl.training.backend_limits import check_backend
 from qerl.training.calibrated import refuse_calibration
-from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import load_sampler
+from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result, kept_evaluations
 from qerl.training.signals import StopSignal, echo_s
 from qerl.types import Sampling

@@ -10,10 +10,10 @@ from typing import Any
 from qerl.config import RunConfig
 from qerl.learner import checkpoint
 from qerl.tasks import RewardPool, build_task
-from qerl.training.evaluation import sample_and_score, sampled_tokens
-from qerl.training.multi_turn import with_environment
+from qerl.training.engines.multi_turn import with_environment
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
-from qerl.training.rollout import sampling_of
+from qerl.training.rollouts.evaluation import sample_and_score, sampled_tokens
+from qerl.training.rollouts.rollout import sampling_of
 
 _logger = logging.getLogger("qerl.trl")
 

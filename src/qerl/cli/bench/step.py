@@ -41,8 +41,8 @@ from qerl.learner.plan import memory as plan
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import shape
-from qerl.training.data_parallel import DataParallelEngine
-from qerl.training.rollout import drop_overlong, sampling_of, with_advantages
+from qerl.training.engines.data_parallel import DataParallelEngine
+from qerl.training.rollouts.rollout import drop_overlong, sampling_of, with_advantages
 from qerl.types import Prompt
 
 

@@ -1,4 +1,5 @@
-"""The parts of the GPU memory that a teacher in the learner's process takes (training/teacher.py)."""
+"""The parts of the GPU memory that a teacher in the learner's process takes
+(training/rollouts/teacher.py)."""
 
 import dataclasses
 import functools

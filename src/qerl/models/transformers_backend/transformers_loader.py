@@ -1,7 +1,7 @@
 """Load a TransformersModel from a folder of safetensors: made on the meta device, filled tensor by tensor,
 each linear packed as it is read.
 
-    peak memory = the packed model + one parameter of it      
+    peak memory = the packed model + one parameter of it
     tests/models/transformers_backend/test_transformers_backend.py
 
 No code of a checkpoint is ever run: a class that transformers does not have is refused (backend.py).

@@ -27,8 +27,8 @@ from qerl.serve.batcher import PromptTokens
 from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
+from qerl.training.engines.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine
 from qerl.training.ray_worker import MakeEpisodes
-from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine
 from qerl.types import Episode, Group, Prompt, Sample, Sampling
 
 _AGENT = 5  # keeps these seeds apart from other draws

@@ -10,10 +10,10 @@ from engine.parts import engine_of, prompts_of
 from models.tiny import tiny
 from qerl.config import EvalConfig, ModelConfig, NoiseConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.tasks import RewardPool
-from qerl.training.overlap import overlaps
-from qerl.training.rollout import GroupRollouts
+from qerl.training.rollouts.overlap import overlaps
+from qerl.training.rollouts.rollout import GroupRollouts
 from qerl.types import Sampling
-from training.test_partial import Log
+from training.rollouts.test_partial import Log
 
 CONFIG = RunConfig(
     num_prompts=5,

@@ -18,7 +18,7 @@ from qerl.errors import UserError
 from qerl.learner.distributed import ALONE
 from qerl.learner.minibatch import after_prefix
 from qerl.tasks import RewardPool
-from qerl.training.multi_turn import MultiTurnEngine
+from qerl.training.engines.multi_turn import MultiTurnEngine
 from qerl.training.policy import check_supported
 from qerl.types import Group, Pivot, Prompt, Sample, Sampling, Turn
 from tasks.material import END, START, tokenizer

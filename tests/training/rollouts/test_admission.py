@@ -7,10 +7,10 @@ import pytest
 import tiny_run
 from qerl.config import AlgoConfig, RolloutConfig
 from qerl.errors import UserError
-from qerl.training.admission import PromptLengths, longest_first
-from qerl.training.rollout import GroupRollouts
+from qerl.training.rollouts.admission import PromptLengths, longest_first
+from qerl.training.rollouts.rollout import GroupRollouts
 from qerl.types import Group, Prompt, Sample
-from training.test_partial import CONFIG, Log, Rewards
+from training.rollouts.test_partial import CONFIG, Log, Rewards
 from training.test_session import goes_on
 
 LONGEST_FIRST = RolloutConfig(admission="longest_first")

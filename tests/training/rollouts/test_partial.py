@@ -28,8 +28,8 @@ from qerl.config import (
 from qerl.engine.cache.kv_cache import page_bytes
 from qerl.errors import UserError
 from qerl.learner.distributed import ALONE, Ranks
-from qerl.training.partial import PartialRollouts
-from qerl.training.rollout import GroupRollouts
+from qerl.training.rollouts.partial import PartialRollouts
+from qerl.training.rollouts.rollout import GroupRollouts
 from training.test_session import files, goes_on
 
 assert files  # a fixture

@@ -16,8 +16,8 @@ from qerl.algo.overlong import OVERLONG
 from qerl.config import RunConfig
 from qerl.tasks.environment import says_error
 from qerl.tracking import StepLog
-from qerl.training.admission import ADMISSION, PromptLengths
-from qerl.training.overlap import OverlappedRewards, Rewards
+from qerl.training.rollouts.admission import ADMISSION, PromptLengths
+from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
 from qerl.types import Episode, Group, Prompt, RolloutEngine, Sample, Sampling
 
 TrainPrompts = Callable[[int, int, int], list[Prompt]]

@@ -19,8 +19,8 @@ from qerl.errors import RunError, UserError
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.serve.loaded_model import load_model
 from qerl.training.policy import load_sampler
-from qerl.training.teacher import load_teacher
-from qerl.training.teacher_endpoint import KEY_VARIABLE, EndpointTeacher
+from qerl.training.rollouts.teacher import load_teacher
+from qerl.training.rollouts.teacher_endpoint import KEY_VARIABLE, EndpointTeacher
 from qerl.types import Group, Prompt, Sample
 from serve.parts import app_of, serving
 

@@ -24,8 +24,8 @@ from qerl.learner.plan.memory import memory_parts
 from qerl.learner.plan.shapes import read_architecture
 from qerl.models.compressed_tensors import write_quantized
 from qerl.models.peft.adapter import OtherAdapter, adapter_tensors
-from qerl.training.distil import with_teacher
-from qerl.training.teacher import LocalTeacher
+from qerl.training.rollouts.distil import with_teacher
+from qerl.training.rollouts.teacher import LocalTeacher
 from training.ranks import StartedRanks
 
 STEPS = 6

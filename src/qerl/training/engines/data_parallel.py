@@ -17,7 +17,7 @@ from qerl.engine.stats import Stats
 from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring
-from qerl.training.branchable import Branchable, BranchingEngine
+from qerl.training.engines.branchable import Branchable, BranchingEngine
 from qerl.types import BegunSample, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, Sampling
 
 

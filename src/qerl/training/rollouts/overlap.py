@@ -5,14 +5,14 @@
 
 The engine's process hands groups to the reward workers and takes their outcomes between two bursts of decode
 steps, so a job may wait for its turn as long as a burst takes. Rewards, failures and their order are those of
-scoring after sampling (tests/training/test_overlap.py).
+scoring after sampling (tests/training/rollouts/test_overlap.py).
 """
 
 from collections.abc import Sequence
 
 from qerl.config import RunConfig
 from qerl.tasks import RewardPool
-from qerl.training.data_parallel import DataParallelRewards
+from qerl.training.engines.data_parallel import DataParallelRewards
 from qerl.types import Group, OnBurst
 
 Rewards = RewardPool | DataParallelRewards

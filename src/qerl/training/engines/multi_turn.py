@@ -39,7 +39,7 @@ from qerl.tasks.prompt import (
 )
 from qerl.tasks.reward import Reward, resolve
 from qerl.tasks.scoring import Failure
-from qerl.training.replayed_batch import (
+from qerl.training.engines.replayed_batch import (
     Draw,
     HistoriesPG,
     Parent,

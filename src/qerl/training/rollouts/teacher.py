@@ -40,7 +40,7 @@ from qerl.models.policy_model import PolicyModel
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks.scoring import Failure
 from qerl.tasks.sources import file_digest
-from qerl.training.teacher_endpoint import EndpointTeacher, check_vocabulary
+from qerl.training.rollouts.teacher_endpoint import EndpointTeacher, check_vocabulary
 from qerl.types import Group, RolloutEngine, TeacherLogprobs
 
 Scores = list[list[TeacherLogprobs | Failure]]

@@ -14,8 +14,8 @@ from qerl.config import AlgoConfig, DeepConfig, EvalConfig, RunConfig, SampleCon
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix, split
-from qerl.training.branching import BranchingRollouts
-from qerl.training.rollout import with_advantages
+from qerl.training.rollouts.branching import BranchingRollouts
+from qerl.training.rollouts.rollout import with_advantages
 from qerl.types import Group
 
 DEEP = DeepConfig(num_branches=2, segment_tokens=1, weight=0.5)

@@ -29,9 +29,9 @@ from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import require
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.tracking import StepLog
-from qerl.training.data_parallel import packed, unpacked
-from qerl.training.overlap import OverlappedRewards, Rewards
-from qerl.training.rollout import TrainPrompts, rollout_metrics, sampling_of, with_advantages
+from qerl.training.engines.data_parallel import packed, unpacked
+from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
+from qerl.training.rollouts.rollout import TrainPrompts, rollout_metrics, sampling_of, with_advantages
 from qerl.types import BegunGroup, BegunSample, Group
 
 

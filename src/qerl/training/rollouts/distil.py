@@ -24,8 +24,8 @@ from qerl.tasks.rows import check_file
 from qerl.tasks.scoring import Failure
 from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import StepLog
-from qerl.training.rollout import GroupRollouts, Rewards, TrainPrompts
-from qerl.training.teacher import Scores, Teacher
+from qerl.training.rollouts.rollout import GroupRollouts, Rewards, TrainPrompts
+from qerl.training.rollouts.teacher import Scores, Teacher
 from qerl.types import Group, RolloutEngine, Sample, TeacherLogprobs
 
 

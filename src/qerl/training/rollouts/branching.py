@@ -16,8 +16,14 @@ from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
 from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
 from qerl.tracking import StepLog
-from qerl.training.branchable import BranchingEngine
-from qerl.training.rollout import Rewards, TrainPrompts, rollout_metrics, sampling_of, with_advantages
+from qerl.training.engines.branchable import BranchingEngine
+from qerl.training.rollouts.rollout import (
+    Rewards,
+    TrainPrompts,
+    rollout_metrics,
+    sampling_of,
+    with_advantages,
+)
 from qerl.types import Group, Pivot, Sample
 
 _PIVOT = 0x5049564F54  # keeps these random numbers apart from the tokens'

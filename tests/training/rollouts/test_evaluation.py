@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qerl.training import evaluation
-from qerl.training.evaluation import held_out_text, sample_and_score, sampled_tokens, summarize
+from qerl.training.rollouts import evaluation
+from qerl.training.rollouts.evaluation import held_out_text, sample_and_score, sampled_tokens, summarize
 from qerl.types import Group, Prompt, Sample, Sampling
 
 SAMPLED = Sampling(max_tokens=8, temperature=0.6, top_p=0.95)

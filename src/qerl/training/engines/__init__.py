@@ -1,0 +1,1 @@
+"""Engines of a run that sample elsewhere or several turns."""
