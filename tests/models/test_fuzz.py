@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from checkpoints import tiny, write_gguf
-from published import CONFIGS
+from models.checkpoints import tiny, write_gguf
+from models.published import CONFIGS
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from checkpoints import save_tiny
+from models.checkpoints import save_tiny
 from safetensors.torch import load_file, save_file
 
 from cli.bench.shapes import TINY

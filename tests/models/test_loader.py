@@ -7,7 +7,7 @@ import gguf
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import save_tiny, tiny, write_gguf
+from models.checkpoints import save_tiny, tiny, write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tiny import forest, oracle, packed, ported
+from models.tiny import forest, oracle, packed, ported
 
 from conftest import rms_error
 from qerl.config import AdapterConfig

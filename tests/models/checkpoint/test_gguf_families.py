@@ -7,9 +7,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import add_vocabulary
 from transformers import AutoModelForCausalLM
 
+from models.checkpoints import add_vocabulary
 from models.gguf_rows import ROWS, model_of, write_row
 from models.tiny import logits_of
 from qerl.errors import UserError

@@ -2,8 +2,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import byte_tokens, halves_to_pairs, tiny, write_gguf
 
+from models.checkpoints import byte_tokens, halves_to_pairs, tiny, write_gguf
 from qerl.errors import UserError
 from qerl.models.checkpoint.gguf_file import GgufFile
 from qerl.models.checkpoint.state_dict import tensor_shapes

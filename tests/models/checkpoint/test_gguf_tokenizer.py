@@ -1,11 +1,11 @@
 """Tokenizers of GGUF files against those that transformers builds from the same files."""
 
 import pytest
-from checkpoints import TEMPLATE, add_vocabulary, byte_tokens
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoTokenizer, GemmaTokenizer
 
+from models.checkpoints import TEMPLATE, add_vocabulary, byte_tokens
 from models.gguf_rows import ROWS, model_of, write_row
 from qerl.errors import UserError
 from qerl.models.checkpoint.gguf_file import GgufFile

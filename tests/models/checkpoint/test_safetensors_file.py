@@ -4,9 +4,9 @@ import struct
 
 import pytest
 import torch
-from checkpoints import save_tiny
 from safetensors.torch import save_file
 
+from models.checkpoints import save_tiny
 from qerl.errors import UserError
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 

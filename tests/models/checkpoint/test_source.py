@@ -3,10 +3,10 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from checkpoints import save_tiny, tiny, write_gguf
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
+from models.checkpoints import save_tiny, tiny, write_gguf
 from qerl.errors import UserError
 from qerl.models.checkpoint.gguf_file import GgufFile
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder

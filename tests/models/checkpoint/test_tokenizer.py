@@ -1,11 +1,11 @@
 import json
 
 import pytest
-from checkpoints import TEMPLATE, byte_tokens, save_tiny, tiny, write_gguf
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from models.checkpoints import TEMPLATE, byte_tokens, save_tiny, tiny, write_gguf
 from qerl.errors import UserError
 from qerl.models.checkpoint.source import BUILT_IN, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from checkpoints import save_tiny
 from transformers import AutoModelForCausalLM
 
 import tiny_run
+from models.checkpoints import save_tiny
 from qerl.config.options import QuantizeOptions
 from qerl.errors import UserError
 from qerl.formats import FORMATS

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 import torch
-from test_session import assert_same_run, finish, metrics, start, wait_for_steps
 
 import tiny_run
 from engine.parts import packed_logprobs
@@ -22,6 +21,7 @@ from qerl.training.engines.multi_turn import MultiTurnEngine
 from qerl.training.policy import check_supported
 from qerl.types import Group, Pivot, Prompt, Sample, Sampling, Turn
 from tasks.material import END, START, tokenizer
+from training.test_session import assert_same_run, finish, metrics, start, wait_for_steps
 
 MAX_TOKENS = 200
 TURN_TOKENS = 6

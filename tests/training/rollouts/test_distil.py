@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_session import metrics
 from transformers import AutoTokenizer
 
 import tiny_run
@@ -27,6 +26,7 @@ from qerl.models.peft.adapter import OtherAdapter, adapter_tensors
 from qerl.training.rollouts.distil import with_teacher
 from qerl.training.rollouts.teacher import LocalTeacher
 from training.ranks import StartedRanks
+from training.test_session import metrics
 
 STEPS = 6
 

@@ -10,7 +10,6 @@ import time
 
 import pytest
 import torch
-from test_session import metrics
 
 import tiny_run
 from qerl.cli.main import command
@@ -23,6 +22,7 @@ from qerl.training.rollouts.teacher import load_teacher
 from qerl.training.rollouts.teacher_endpoint import KEY_VARIABLE, EndpointTeacher
 from qerl.types import Group, Prompt, Sample
 from serve.parts import app_of, serving
+from training.test_session import metrics
 
 TOP = 3
 

@@ -2,12 +2,12 @@ import json
 
 import pytest
 import torch
-from checkpoints import byte_tokens, save_tiny, tiny, write_gguf
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors import safe_open
-from test_tokenizer import folder_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models.checkpoint.test_tokenizer import folder_with_tokenizer
+from models.checkpoints import byte_tokens, save_tiny, tiny, write_gguf
 from qerl.errors import RunError, UserError
 from qerl.formats import FORMATS, NVFP4
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
