@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.rows import read_rows
-from qerl.cli.bench.record import RESULTS, ROOT
+from qerl.bench.record import RESULTS, ROOT
 from qerl.config import SampleConfig, TaskConfig
 from qerl.config.check import check_positive
 from qerl.config.recipes import RECIPES

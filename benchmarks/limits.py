@@ -5,7 +5,7 @@
     flop_per_s         a bfloat16 product of 8192 x 8192 x 8192 by cuBLAS
 
 Each is the median of --runs timings by CUDA events, of ten launches each. The floors of
-`qerl.cli.bench.roofline` are computed from the first and third figure.
+`qerl.bench.roofline` are computed from the first and third figure.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.cli.bench.measure import cuda_device
-from qerl.cli.bench.options import BenchOptions
-from qerl.cli.bench.record import row_writer
+from qerl.bench.measure import cuda_device
+from qerl.bench.options import BenchOptions
+from qerl.bench.record import row_writer
 from qerl.config.check import check_positive
 
 READERS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.provider import PROVIDERS, LayerLinears, Provider
-from qerl.cli.bench.measure import cuda_device
-from qerl.cli.bench.options import BenchOptions, check_ranks
-from qerl.cli.bench.record import Origin, row_writer
-from qerl.cli.bench.roofline import ADAPTER_BYTES, LIMITS, Limit, layer_weights
-from qerl.cli.bench.timing import Times, graph_times
+from qerl.bench.measure import cuda_device
+from qerl.bench.options import BenchOptions, check_ranks
+from qerl.bench.record import Origin, row_writer
+from qerl.bench.roofline import ADAPTER_BYTES, LIMITS, Limit, layer_weights
+from qerl.bench.timing import Times, graph_times
 from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError
 from qerl.kernels.tiles.nvfp4_decode import MAX_TOKENS

@@ -17,7 +17,7 @@ from benchmarks import table
 from benchmarks.cards import card_tables
 from benchmarks.rows import Row, coverage, read_rows
 from benchmarks.summary import exact_table, speed_table
-from qerl.cli.bench.record import RESULTS, ROOT
+from qerl.bench.record import RESULTS, ROOT
 from qerl.errors import UserError
 
 _MARKED = re.compile(r"<!-- table ([\w-]+) -->\n(?:.*?\n)??<!-- end -->", flags=re.DOTALL)

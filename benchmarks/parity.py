@@ -28,11 +28,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qerl.cli.bench.case import SAMPLERS, make_case, try_random_decoder
-from qerl.cli.bench.decode import NullTokenizer, random_prompts
-from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.options import BenchOptions, check_adapter
-from qerl.cli.bench.record import RowWriter, row_writer
+from qerl.bench.case import SAMPLERS, make_case, try_random_decoder
+from qerl.bench.decode import NullTokenizer, random_prompts
+from qerl.bench.measure import Meter, attempt, cuda_device
+from qerl.bench.options import BenchOptions, check_adapter
+from qerl.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, AlgoConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.config.check import check_not_negative, check_positive
 from qerl.engine import Engine

@@ -19,12 +19,12 @@ import statistics
 import time
 from typing import Any, Literal
 
-from qerl.cli.bench.case import FORMATS, make_case
-from qerl.cli.bench.decode import NullTokenizer, random_prompts
-from qerl.cli.bench.measure import Meter, cuda_device
-from qerl.cli.bench.options import BenchRolloutOptions
-from qerl.cli.bench.record import row_writer
-from qerl.cli.bench.rollout import RolloutCase
+from qerl.bench.case import FORMATS, make_case
+from qerl.bench.decode import NullTokenizer, random_prompts
+from qerl.bench.measure import Meter, cuda_device
+from qerl.bench.options import BenchRolloutOptions
+from qerl.bench.record import row_writer
+from qerl.bench.rollout import RolloutCase
 from qerl.config import (
     AdapterConfig,
     EngineConfig,

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from qerl.cli.bench.record import ROOT
+from qerl.bench.record import ROOT
 from qerl.errors import UserError
 from qerl.tracking.report.curve import linear_ticks, smoothed
 

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from benchmarks.start import write_checkpoint
-from qerl.cli.bench.measure import cuda_device
-from qerl.cli.bench.options import BenchOptions
-from qerl.cli.bench.record import row_writer
+from qerl.bench.measure import cuda_device
+from qerl.bench.options import BenchOptions
+from qerl.bench.record import row_writer
 from qerl.config import LearnConfig
 from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError, require

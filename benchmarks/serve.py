@@ -28,7 +28,7 @@ import httpx
 import torch
 import tyro
 
-from qerl.cli.bench.record import ROOT
+from qerl.bench.record import ROOT
 from qerl.config.check import check_positive
 from qerl.errors import RunError
 from qerl.tracking.provenance import git_state

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.seeds import mix
-from qerl.cli.bench.decode import NullTokenizer, random_prompts
+from qerl.bench.decode import NullTokenizer, random_prompts
 from qerl.config import AdapterConfig, EngineConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.rows import NOT_MEASURED, OLDER, Row, gpu_name, has_enough_runs, latest, markdown
-from qerl.cli.bench.case import DecodeCase
-from qerl.cli.bench.decode import floor_figures
-from qerl.cli.bench.roofline import LIMITS
+from qerl.bench.case import DecodeCase
+from qerl.bench.decode import floor_figures
+from qerl.bench.roofline import LIMITS
 
 Columns = dict[str, Callable[[Row], str]]
 _COLUMNS_ALWAYS_SHOWN = 3

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.linear import check_supported
-from qerl.cli.bench.measure import cuda_device
-from qerl.cli.bench.options import check_ranks
-from qerl.cli.bench.product import Product, timed_batches
-from qerl.cli.bench.record import ROOT, read_origin
+from qerl.bench.measure import cuda_device
+from qerl.bench.options import check_ranks
+from qerl.bench.product import Product, timed_batches
+from qerl.bench.record import ROOT, read_origin
 from qerl.config.check import check_positive
 from qerl.kernels.runtime import nvrtc
 from qerl.kernels.runtime.compile_ahead import compile_ahead

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from qerl.cli.bench.decode import random_prompts
-from qerl.cli.bench.options import BenchRolloutOptions
-from qerl.cli.bench.schedule import Lengths
+from qerl.bench.decode import random_prompts
+from qerl.bench.options import BenchRolloutOptions
+from qerl.bench.schedule import Lengths
 from qerl.config.check import check_positive
 from qerl.errors import UserError
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from bench.rows import CPU, rows_of
+from bench.shapes import TINY
 from benchmarks import parity
-from cli.bench.rows import CPU, rows_of
-from cli.bench.shapes import TINY
 from qerl.errors import UserError
 from qerl.models.architecture import LayerKind, Mixture
 from qerl.models.random_weights import SHAPES, random_decoder

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from bench.shapes import TINY
+from bench.test_rollout import CASE
 from benchmarks import partial
-from cli.bench.shapes import TINY
-from cli.bench.test_rollout import CASE
 from qerl.models.random_weights import random_decoder
 
 PARTIAL = partial.PartialCase(

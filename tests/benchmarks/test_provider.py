@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from bench.shapes import TINY
 from benchmarks.linear import check_installed, check_products
 from benchmarks.provider import PROVIDERS, LibraryLinears, Provider, add_adapter, cublas_bf16
-from cli.bench.shapes import TINY
 from qerl.errors import RunError, UserError
 from qerl.models.layer_spec import layer_spec
 

@@ -14,7 +14,7 @@ from benchmarks.table import (
     rollout_tables,
     step_tables,
 )
-from qerl.cli.bench.record import RESULTS, ROOT
+from qerl.bench.record import RESULTS, ROOT
 from qerl.errors import UserError
 
 ORIGIN = {

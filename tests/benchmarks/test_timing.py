@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qerl.cli.bench.timing import graph_times, summary
+from qerl.bench.timing import graph_times, summary
 
 
 def test_a_summary_is_the_median_and_the_fifths():

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import __main__
 from benchmarks.vllm_rollout import VllmRolloutOptions, lengths_of
-from qerl.cli.bench.case import make_case
-from qerl.cli.bench.options import BenchRolloutOptions
-from qerl.cli.bench.rollout import RolloutCase
+from qerl.bench.case import make_case
+from qerl.bench.options import BenchRolloutOptions
+from qerl.bench.rollout import RolloutCase
 
 
 def test_the_lengths_are_those_of_qerls_benchmark():

@@ -12,9 +12,9 @@ import tyro
 
 import tiny_run
 from qerl import train
+from qerl.bench.options import BenchStepOptions
 from qerl.cli import main
 from qerl.cli.arguments import check_options
-from qerl.cli.bench.options import BenchStepOptions
 from qerl.cli.plan import PlanOptions
 from qerl.config import RunConfig
 from qerl.config.options import EvalOptions, ServeOptions

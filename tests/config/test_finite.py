@@ -7,7 +7,7 @@ import typing
 
 import pytest
 
-from qerl.cli.bench import options as bench_options
+from qerl.bench import options as bench_options
 from qerl.cli.plan import PlanOptions
 from qerl.config import RunConfig, TaskConfig, options
 from qerl.config.stored import read_run_config

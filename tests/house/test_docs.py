@@ -15,8 +15,8 @@ from benchmarks.__main__ import BENCHMARKS as OWN_BENCHMARKS
 from qerl import config
 from qerl.algo import loss
 from qerl.algo.segment import Segments
+from qerl.bench import options as bench_options
 from qerl.cli.bench import BENCHMARKS
-from qerl.cli.bench import options as bench_options
 from qerl.cli.check import CheckOptions
 from qerl.cli.data import DataOptions
 from qerl.cli.main import COMMANDS
@@ -230,7 +230,7 @@ def ray_metrics() -> list[str]:
 
 def phases() -> set[str]:
     """Return the names of all timed phases of a step."""
-    files = (ROOT / "src" / "qerl" / "training").glob("*.py")
+    files = (ROOT / "src" / "qerl" / "training").rglob("*.py")
     return {name for file in files for name in re.findall(r'\.span\("(\w+)"\)', file.read_text())}
 
 

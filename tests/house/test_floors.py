@@ -7,6 +7,8 @@ import graphlib
 import re
 from pathlib import Path
 
+import pytest
+
 SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
@@ -19,12 +21,18 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("engine",),
     ("learner",),
     ("training",),
-    ("eval", "export", "serve"),
+    ("bench", "eval", "export", "serve"),
     ("trl",),
     ("cli",),
     ("__main__",),
 )
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 60_460
+ROOMS = {  # inside a package a folder imports from itself and from folders further left
+    "kernels": "runtime < pointwise < tiles, attention < linear, head, delta_net < experts",
+    "engine": "schedule < cache, sampling < prefill < decode",
+    "models": "families < checkpoint < transformers_backend < peft < quantize",
+    "training": "engines < rollouts",
+}
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 60_560
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")
 
@@ -95,6 +103,28 @@ def test_no_modules_import_each_other_in_a_circle():
     assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
+def rooms_of(package: str) -> dict[str, set[str]]:
+    """Return which of the other folders and files of a package each of them imports."""
+    root, modules = SRC / PKG / package, {module_of(path) for path in FILES}
+    graph = collections.defaultdict(set)
+    for path in sorted(set(FILES) & set(root.rglob("*.py")) - {root / "__init__.py"}):
+        here = path.relative_to(root).with_suffix("").parts[0]
+        names = [m.split(".") for m in imported_modules(path, modules)]
+        graph[here] |= {name[2] for name in names if name[1] == package} - {here}
+    return graph
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_imports_between_the_folders_of_a_package_go_down(package):
+    graph = rooms_of(package)
+    rows = [row.split(", ") for row in ROOMS[package].split(" < ")]
+    order = {folder: i for i, row in enumerate(rows) for folder in row}
+    assert set(order) == {room for room in graph if (SRC / PKG / package / room).is_dir()}
+    wrong = [(a, b) for a in order for b in graph[a] if b in order and order[b] >= order[a]]
+    assert not wrong
+    assert list(graphlib.TopologicalSorter(graph).static_order())  # files beside the folders too: no circle
+
+
 def test_class_names_are_unique():
     """A reader finds a class by its name alone."""
     places = collections.defaultdict(list)
@@ -116,6 +146,11 @@ def test_the_design_names_floors_as_they_are():
     rows = [[floor(name.strip()) for name in row.split(",")] for row in said.split("<")]
     assert all(len(set(row)) == 1 for row in rows)
     assert [row[0] for row in rows] == sorted({row[0] for row in rows})
+
+
+def test_the_design_names_the_order_of_folders_as_it_is():
+    text = (SRC.parent / "docs" / "design.md").read_text()
+    assert dict(re.findall(r"^\| `qerl\.(\w+)` \| ([\w, ]+ < .*) \|$", text, re.M)) == ROOMS
 
 
 def test_files_of_tests_have_unique_names():

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.families import filled
 from benchmarks.pages import fill, pages
 from benchmarks.rows import read_rows
-from qerl.cli.bench.record import RESULTS, ROOT
+from qerl.bench.record import RESULTS, ROOT
 
 
 @pytest.mark.parametrize("page", pages(ROOT), ids=lambda page: page.name)

@@ -7,7 +7,7 @@ import torch
 
 from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_learner
-from qerl.cli.bench.case import try_random_decoder
+from qerl.bench.case import try_random_decoder
 from qerl.config import ModelConfig
 from qerl.errors import UserError
 from qerl.kernels.linear.int8_codes import code_bytes, row_code_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner.test_oom_retry import is_equal
-from qerl.cli.bench.learn import random_groups
+from qerl.bench.learn import random_groups
 from qerl.config import AdapterConfig, LearnConfig, RunConfig
 from qerl.learner import Learner
 from qerl.models.random_weights import SHAPES, random_decoder

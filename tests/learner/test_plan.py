@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks.rows import read_rows
-from qerl.cli.bench.options import BenchStepOptions
-from qerl.cli.bench.record import RESULTS
-from qerl.cli.bench.step import cases, run_config
+from qerl.bench.options import BenchStepOptions
+from qerl.bench.record import RESULTS
+from qerl.bench.step import cases, run_config
 from qerl.cli.main import command
 from qerl.config import (
     AdapterConfig,

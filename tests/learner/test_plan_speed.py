@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks.rows import read_rows
-from qerl.cli.bench.record import RESULTS, ROOT
+from qerl.bench.record import RESULTS, ROOT
 from qerl.cli.main import command
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.errors import UserError

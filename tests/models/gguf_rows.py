@@ -12,8 +12,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from models.checkpoints import halves_to_pairs
 
+from models.checkpoints import halves_to_pairs
 from models.family_rows import FACTORS, LOCAL, ROPES, YARN, oracle
 from qerl.models.architecture import Rope
 from qerl.models.rope import inverse_frequencies

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from models.checkpoints import tiny, write_gguf
 from models.published import CONFIGS
-
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.gguf_file import GgufFile

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from models.checkpoints import save_tiny
 from safetensors.torch import load_file, save_file
 
-from cli.bench.shapes import TINY
+from bench.shapes import TINY
 from conftest import rms_error
 from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
+from models.checkpoints import save_tiny
 from models.tiny import logits_of
 from qerl.config import RunConfig, SampleConfig
 from qerl.errors import UserError

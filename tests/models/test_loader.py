@@ -7,11 +7,11 @@ import gguf
 import pytest
 import torch
 import torch.nn.functional as F
-from models.checkpoints import save_tiny, tiny, write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from conftest import rms_error
+from models.checkpoints import save_tiny, tiny, write_gguf
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, NVFP4
 from qerl.kernels.tiles.tile_unpack import UnpackRows

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from models.tiny import forest, oracle, packed, ported
 
 from conftest import rms_error
+from models.tiny import forest, oracle, packed, ported
 from qerl.config import AdapterConfig
 from qerl.formats import BF16, INT8, NVFP4
 from qerl.kernels.attention.attention import PackedLayout, packed_attention

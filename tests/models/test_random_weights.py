@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from cli.bench.shapes import TINY
+from bench.shapes import TINY
 from models.tiny import logits_of
 from qerl.errors import UserError
 from qerl.formats import NVFP4

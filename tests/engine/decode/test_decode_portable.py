@@ -105,7 +105,7 @@ def test_kernels_of_another_gpu_are_refused(decoder):
 
 STEPS_OF_32B = """
 import dataclasses, torch
-from qerl.cli.bench.decode import endless_engine, random_prompts
+from qerl.bench.decode import endless_engine, random_prompts
 from qerl.models.random_weights import random_decoder, shape
 from qerl.types import Sampling
 whole, cuda = shape("qwen2.5-32b"), torch.device("cuda")

@@ -25,7 +25,7 @@ def tally(tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
     own = CompileTally()
     for module in ("nvrtc", "compile_ahead"):
-        monkeypatch.setattr(f"qerl.kernels.{module}.TALLY", own)
+        monkeypatch.setattr(f"qerl.kernels.runtime.{module}.TALLY", own)
     return own
 
 

@@ -1,1 +1,1 @@
-"""Where the samples of a step come from."""
+"""Sources of the samples of a step."""

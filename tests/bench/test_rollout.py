@@ -6,11 +6,11 @@ import statistics
 import pytest
 import torch
 
-from cli.bench.shapes import TINY
-from cli.bench.test_record import ORIGIN
-from qerl.cli.bench import rollout
-from qerl.cli.bench.roofline import LIMITS, rows_floor_ms
-from qerl.cli.bench.schedule import Lengths, live_rows, rollout_floor_s, starts, tail_s
+from bench.shapes import TINY
+from bench.test_record import ORIGIN
+from qerl.bench import rollout
+from qerl.bench.roofline import LIMITS, rows_floor_ms
+from qerl.bench.schedule import Lengths, live_rows, rollout_floor_s, starts, tail_s
 from qerl.models.random_weights import SHAPES, random_decoder
 
 CASE = rollout.RolloutCase(

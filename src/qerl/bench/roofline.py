@@ -10,7 +10,7 @@ a sample. Attention's operations and activations are left out.
 
 Of a mixture's E experts a step reads those that its rows chose, E (1 - (1 - k / E)^rows) of them if each row
 chooses k at random. Linears that stay in bfloat16, such as routers, count so, and routers have no adapter.
-tests/cli/bench/test_roofline.py checks it by hand.
+tests/bench/test_roofline.py checks it by hand.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import dataclasses
 import torch
 
 from qerl import formats
-from qerl.cli.bench.case import FORMATS, DecodeCase, SamplingCase
+from qerl.bench.case import FORMATS, DecodeCase, SamplingCase
 from qerl.engine.cache.state_cache import slot_bytes
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import layer_specs

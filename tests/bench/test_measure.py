@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qerl.cli.bench.measure import cuda_device
+from qerl.bench.measure import cuda_device
 from qerl.errors import UserError
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.linear import linear_floor_ms
-from qerl.cli.bench.case import DecodeCase
-from qerl.cli.bench.roofline import LIMITS, Limit, experts_read, step_floor_ms
+from qerl.bench.case import DecodeCase
+from qerl.bench.roofline import LIMITS, Limit, experts_read, step_floor_ms
 from qerl.models.layer_spec import layer_spec
 from qerl.models.random_weights import SHAPES
 

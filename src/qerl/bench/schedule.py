@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qerl.algo.seeds import mix
-from qerl.cli.bench.case import SamplingCase
-from qerl.cli.bench.roofline import Limit, rows_floor_ms
+from qerl.bench.case import SamplingCase
+from qerl.bench.roofline import Limit, rows_floor_ms
 from qerl.models.architecture import Architecture
 
 

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import FORMATS, SamplingCase, make_case
-from qerl.cli.bench.decode import endless_engine, random_prompts
-from qerl.cli.bench.measure import Meter, cuda_device
-from qerl.cli.bench.options import BenchRolloutOptions
-from qerl.cli.bench.record import Origin, row_writer
-from qerl.cli.bench.roofline import LIMITS
-from qerl.cli.bench.schedule import Lengths, rollout_floor_s, tail_s
+from qerl.bench.case import FORMATS, SamplingCase, make_case
+from qerl.bench.decode import endless_engine, random_prompts
+from qerl.bench.measure import Meter, cuda_device
+from qerl.bench.options import BenchRolloutOptions
+from qerl.bench.record import Origin, row_writer
+from qerl.bench.roofline import LIMITS
+from qerl.bench.schedule import Lengths, rollout_floor_s, tail_s
 from qerl.engine import Engine, Stats
 from qerl.errors import RunError
 from qerl.models.decoder import Decoder

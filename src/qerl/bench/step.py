@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import FORMATS, SamplingCase, make_case, try_random_decoder, would_hold_operands
-from qerl.cli.bench.decode import NullTokenizer, compile_figures, random_prompts
-from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.options import BenchStepOptions
-from qerl.cli.bench.record import RowWriter, row_writer
+from qerl.bench.case import FORMATS, SamplingCase, make_case, try_random_decoder, would_hold_operands
+from qerl.bench.decode import NullTokenizer, compile_figures, random_prompts
+from qerl.bench.measure import Meter, attempt, cuda_device
+from qerl.bench.options import BenchStepOptions
+from qerl.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
 from qerl.kernels.attention.flash_attention_4 import version_used

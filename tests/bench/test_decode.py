@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from cli.bench.shapes import TINY
-from qerl.cli.bench import decode
+from bench.shapes import TINY
+from qerl.bench import decode
 from qerl.engine import Stats
 from qerl.models.random_weights import random_decoder
 
@@ -57,7 +57,7 @@ def test_a_step_is_what_is_left_after_prefill():
 
 @pytest.mark.parametrize(("head", "tok_per_s"), [("nvfp4", 8016), ("bf16", 6825)])
 def test_a_row_has_its_share_of_the_limit_and_the_head_that_it_counts(head, tok_per_s):
-    from cli.bench.test_record import ORIGIN
+    from bench.test_record import ORIGIN
 
     lengths = {"group_size": 1, "prompt_tokens": 256, "max_tokens": 1024}
     measured = case(shape="qwen2.5-7b", batch=8, lora_rank=32, head=head, **lengths)
@@ -70,7 +70,7 @@ def test_a_row_has_its_share_of_the_limit_and_the_head_that_it_counts(head, tok_
 
 
 def test_the_options_head_is_the_rows():
-    from qerl.cli.bench.options import BenchDecodeOptions
+    from qerl.bench.options import BenchDecodeOptions
 
     cases = decode._cases(BenchDecodeOptions(head="fp8", batches=(8, 16)), "qerl-nvfp4", 32)
     assert [c.head for c in cases] == ["fp8", "fp8"]

@@ -2,8 +2,7 @@
 
 import importlib
 
-from qerl.cli.arguments import check_known, parse_options, split_names, wants_help
-from qerl.cli.bench.options import (
+from qerl.bench.options import (
     BenchDecodeOptions,
     BenchLearnOptions,
     BenchOptions,
@@ -11,6 +10,7 @@ from qerl.cli.bench.options import (
     BenchStepOptions,
     BenchTuneOptions,
 )
+from qerl.cli.arguments import check_known, parse_options, split_names, wants_help
 from qerl.config.renamed import BENCHES as FORMER_BENCHES
 from qerl.errors import UserError, require
 
@@ -49,4 +49,4 @@ def run(arguments: list[str]) -> None:
     name = check_known(names[0], BENCHMARKS, "benchmark")
     kind, description = BENCHMARKS[name]
     options = parse_options(kind, arguments, f"bench {name}", description=description)
-    importlib.import_module(f"qerl.cli.bench.{name}").bench(options)
+    importlib.import_module(f"qerl.bench.{name}").bench(options)

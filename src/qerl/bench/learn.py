@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import make_case, try_random_decoder, would_hold_operands
-from qerl.cli.bench.decode import random_prompts
-from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.options import BenchLearnOptions, BenchRolloutOptions
-from qerl.cli.bench.record import Origin, RowWriter, row_writer
-from qerl.cli.bench.roofline import LIMITS
-from qerl.cli.bench.schedule import Lengths
+from qerl.bench.case import make_case, try_random_decoder, would_hold_operands
+from qerl.bench.decode import random_prompts
+from qerl.bench.measure import Meter, attempt, cuda_device
+from qerl.bench.options import BenchLearnOptions, BenchRolloutOptions
+from qerl.bench.record import Origin, RowWriter, row_writer
+from qerl.bench.roofline import LIMITS
+from qerl.bench.schedule import Lengths
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.errors import UserError
 from qerl.kernels.attention.flash_attention_4 import version_used

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.options import BenchOptions
+from qerl.bench.options import BenchOptions
 from qerl.errors import RunError, UserError
 from qerl.tracking.provenance import git_state, version
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 RESULTS = Path("benchmarks", "results")
 
 

@@ -2,9 +2,9 @@
 
 import torch
 
+from bench.test_record import ORIGIN
 from benchmarks.rows import read_rows
-from cli.bench.test_record import ORIGIN
-from qerl.cli.bench.record import RowWriter
+from qerl.bench.record import RowWriter
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 
 import torch
 
-from qerl.cli.bench.measure import cuda_device
-from qerl.cli.bench.options import BenchTuneOptions
-from qerl.cli.bench.product import Product, timed_batches
-from qerl.cli.bench.record import Origin, read_origin
+from qerl.bench.measure import cuda_device
+from qerl.bench.options import BenchTuneOptions
+from qerl.bench.product import Product, timed_batches
+from qerl.bench.record import Origin, read_origin
 from qerl.errors import UserError
 from qerl.kernels.runtime.architectures import architecture_of
 from qerl.kernels.runtime.compile_ahead import compile_ahead

@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 
+from bench import test_learn, test_step
+from bench.rows import CPU, rows_of
+from bench.shapes import TINY
 from benchmarks import parity
-from cli.bench import test_learn, test_step
-from cli.bench.rows import CPU, rows_of
-from cli.bench.shapes import TINY
-from qerl.cli.bench import case, learn, step
+from qerl.bench import case, learn, step
 
 SHAPE = dataclasses.replace(TINY, vocab_size=128)
 PARITY = parity.ParityOptions(

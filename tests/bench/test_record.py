@@ -7,9 +7,9 @@ import subprocess
 import pytest
 
 from benchmarks.rows import read_rows
-from qerl.cli.bench import record
-from qerl.cli.bench.options import BenchDecodeOptions
-from qerl.cli.bench.record import Origin, RowWriter, default_file, row_writer, source
+from qerl.bench import record
+from qerl.bench.options import BenchDecodeOptions
+from qerl.bench.record import Origin, RowWriter, default_file, row_writer, source
 from qerl.errors import RunError, UserError
 
 ORIGIN = Origin(

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from qerl.cli.bench.measure import attempt
+from qerl.bench.measure import attempt
 from qerl.config import RunConfig
 from qerl.learner.plan import memory as plan
 from qerl.models.architecture import Architecture

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from cli.bench.rows import CPU, rows_of
-from cli.bench.shapes import TINY
-from cli.bench.test_record import ORIGIN
-from qerl.cli.bench import learn
-from qerl.cli.bench.options import BenchLearnOptions
+from bench.rows import CPU, rows_of
+from bench.shapes import TINY
+from bench.test_record import ORIGIN
+from qerl.bench import learn
+from qerl.bench.options import BenchLearnOptions
 from qerl.errors import UserError
 from qerl.kernels.attention import flash_attention_4
 from qerl.models import mixture

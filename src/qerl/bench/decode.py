@@ -28,11 +28,11 @@ import torch
 
 from qerl.algo.seeds import mix
 from qerl.aqn.norm_noise import noised
-from qerl.cli.bench.case import FORMATS, DecodeCase, make_case
-from qerl.cli.bench.measure import Meter, cuda_device
-from qerl.cli.bench.options import BenchDecodeOptions
-from qerl.cli.bench.record import Origin, row_writer
-from qerl.cli.bench.roofline import LIMITS, step_floor_ms
+from qerl.bench.case import FORMATS, DecodeCase, make_case
+from qerl.bench.measure import Meter, cuda_device
+from qerl.bench.options import BenchDecodeOptions
+from qerl.bench.record import Origin, row_writer
+from qerl.bench.roofline import LIMITS, step_floor_ms
 from qerl.config import EngineConfig
 from qerl.engine import Engine, Stats
 from qerl.errors import RunError

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from qerl.cli.bench.timing import graph_times
+from qerl.bench.timing import graph_times
 from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pack
 from qerl.kernels.tiles.nvfp4_tile import MOST_TOKENS
 from qerl.kernels.tiles.portable_product import PortableProduct

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from cli.bench.rows import CPU, rows_of
-from cli.bench.shapes import TINY
-from qerl.cli.bench import step
-from qerl.cli.bench.options import BenchStepOptions
+from bench.rows import CPU, rows_of
+from bench.shapes import TINY
+from qerl.bench import step
+from qerl.bench.options import BenchStepOptions
 from qerl.errors import UserError
 from qerl.models.random_weights import random_decoder
 
