@@ -49,7 +49,7 @@ from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.fused_weights import FusedBF16, fuse_weights
 from qerl.models.linear import OperandGroup, QuantLinear
 from qerl.models.rotated_weight import is_rotated, rotated_operand
-from qerl.models.tileable import exponents, fits_tiles, tileable
+from qerl.models.tile_formats import exponents, fits_tiles, tile_parts
 
 # Packing takes more than an int32 for each code: 16 Mi weights at a time take 0.5 GB beside the model.
 _CHUNK_WEIGHTS = 1 << 24
@@ -223,7 +223,7 @@ def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
 def tile_group(weights: Sequence[PackedWeight], rows: UnpackRows) -> PackedGroup:
     """Pack the weights into one group, some rows at a time."""
     assert can_tile(weights, rows)
-    parts = [tileable(weight) for weight in weights]
+    parts = [tile_parts(weight) for weight in weights]
     layout = parts[0].layout
     widths, k = tuple(weight.shape[0] for weight in weights), weights[0].shape[1]
     device = parts[0].scale.device
