@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.engine.cache.kv_cache import KVCache
-from qerl.engine.decode.fused_linear import FusedLinears, LinearGroup, TorchLinears
+from qerl.engine.decode.linears import FusedLinears, LinearGroup, TorchLinears
 from qerl.kernels.attention.decode_attention import DecodeAttention
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.experts.grouped_product import GroupedProduct
