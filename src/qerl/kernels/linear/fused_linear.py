@@ -34,7 +34,7 @@ from qerl.kernels.linear.int8_codes import RotatedWeight
 from qerl.kernels.linear.lora_linear import Adapter
 from qerl.kernels.linear.scale_columns import add_scaled, scale_columns
 from qerl.kernels.pointwise import swiglu
-from qerl.kernels.pointwise.gradient_dtype import ask, in_dtype
+from qerl.kernels.pointwise.gradient_dtype import in_dtype, request_dtype
 from qerl.kernels.pointwise.matmul_fp32 import add_product, product, summed
 from qerl.kernels.runtime import row_kernel
 
@@ -104,7 +104,7 @@ def linear_onto(
     """Add y to h in place, both in fp32; differentiable in h too."""
     assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == torch.float32
     y_TN = _FusedLinear.apply(x_TK, h_TN, operand, (part,), gaps_are_free, *_masters([part]))[0]
-    return ask(y_TN, x_TK.dtype)
+    return request_dtype(y_TN, x_TK.dtype)
 
 
 def fused_swiglu(
