@@ -8,8 +8,9 @@
     hidden = norm(h)                                                    h in fp32, all else in bf16
 
 u = scaling * x @ A^T of the product's input x. The kernels for packed linears make it in the same launch
-where that is faster (`makes_u`); otherwise the norm's launch makes it, or one of its own ahead of o and down.
-For BF16 weights it is stored behind the rows of x: [x | u] @ [W | B]^T is one cuBLAS call (linears.py).
+where that is faster (`computes_lora_hidden`); otherwise the norm's launch makes it, or one of its own ahead
+of o and down. For BF16 weights it is stored behind the rows of x: [x | u] @ [W | B]^T is one cuBLAS
+call (linears.py).
 
 A layer is the step of its mixer and the step of its MLP (decode_layer.py), chosen by its kind in MIXERS and
 MLPS. The step reads the modules' own weights, norms and noise and keeps no copy of them. `publish` refreshes
