@@ -51,7 +51,7 @@ class OperandGroup(Protocol):
 
 
 class Readable(Protocol):
-    is_read: bool
+    needs_output: bool
     """False if only gradients are needed, not the result."""
 
 
@@ -87,10 +87,10 @@ class QuantLinear(nn.Module):
         """By `along_k`: its fused weight, and the factors of that in int8 once known (rotated_weight.py)."""
         self.is_repeated = False
         """True inside `repeating`: only gradients are needed."""
-        self.is_alone = False
+        self.skips_group = False
         """True if it multiplies for itself, because its place among fused weights is of another adapter's
         rank."""
-        self.is_read = True
+        self.needs_output = True
         """False if only gradients are needed, not the result."""
         self.alpha: float | Tensor = 1.0
         """The factor that the operand leaves out."""
@@ -127,10 +127,10 @@ class QuantLinear(nn.Module):
 
     @property
     def is_unfused(self) -> bool:
-        """True if it must multiply for itself: its weight is trained, inputs of its adapter are dropped, or a
-        hook wants to see its input (calibration), which a fused product would pass by; or it is alone."""
+        """True if it must multiply for itself: it skips its group, its weight is trained, inputs of its adapter
+        are dropped, or a hook wants to see its input (calibration), which a fused product would pass by."""
         return (
-            self.is_alone
+            self.skips_group
             or self.full is not None
             or self.dropout is not None
             or bool(self._forward_pre_hooks)
@@ -199,8 +199,10 @@ class QuantLinear(nn.Module):
 
     def _product(self, x_TK: Tensor, adapter: Adapter | None) -> Tensor:
         if isinstance(self.weight, FP8Flow):
-            return fp8_linear(x_TK, self.weight, self._operand, adapter, self.bias, is_read=self.is_read)
-        return lora_linear(x_TK, self.operand, self.alpha, adapter, self.bias, is_read=self.is_read)
+            return fp8_linear(
+                x_TK, self.weight, self._operand, adapter, self.bias, needs_output=self.needs_output
+            )
+        return lora_linear(x_TK, self.operand, self.alpha, adapter, self.bias, needs_output=self.needs_output)
 
 
 @contextlib.contextmanager
@@ -210,7 +212,7 @@ def repeating(linears: Iterable[QuantLinear], unread: Readable | None) -> Iterat
     linears = list(linears)
     try:
         if unread is not None:
-            unread.is_read = False
+            unread.needs_output = False
         for linear in linears:
             linear.is_repeated = True
         with _leaving_operands(linears, OperandCache(is_held=False)):
@@ -219,7 +221,7 @@ def repeating(linears: Iterable[QuantLinear], unread: Readable | None) -> Iterat
         for linear in linears:
             linear.is_repeated = False
         if unread is not None:
-            unread.is_read = True
+            unread.needs_output = True
 
 
 @contextlib.contextmanager

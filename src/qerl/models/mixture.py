@@ -161,7 +161,7 @@ class MixtureMLP(nn.Module):
         self.experts = Experts(mixture, spec, compute, device)
         self.reads_noise = True
         """False: the router reads the norm without AQN's noise."""
-        self.is_read = True
+        self.needs_output = True
         """False if only gradients are needed, not the sum onto onto_TD."""
 
     def forward(
@@ -183,7 +183,7 @@ class MixtureMLP(nn.Module):
         weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
         x_SD = spread(x_TD, rows, mixture.num_chosen)
         y_SD = self.experts(x_SD, chosen, expert_rows)
-        return combine(y_SD, weights_TK, rows, onto_TD=onto_TD, is_read=self.is_read)
+        return combine(y_SD, weights_TK, rows, onto_TD=onto_TD, needs_output=self.needs_output)
 
     def _logits(self, x_TD: Tensor, expert_rows: int | None) -> Tensor:
         """Return the router's logits in fp32. On a GPU x and weights in bfloat16 are multiplied as they are,

@@ -376,4 +376,4 @@ def room(linears: Sequence[QuantLinear]) -> int:
 
 
 def _part(linear: QuantLinear) -> LinearPart:
-    return LinearPart(linear.out_width, linear.alpha, linear.bias, linear.adapter, linear.is_read)
+    return LinearPart(linear.out_width, linear.alpha, linear.bias, linear.adapter, linear.needs_output)

@@ -54,7 +54,7 @@ class LinearPart:
     """One number, or fp32 [N], one for each row."""
     bias_N: Tensor | None
     adapter: Adapter | None
-    is_read: bool = True
+    needs_output: bool = True
     """False if only gradients are needed: `linear_onto` then skips y."""
 
 
@@ -126,7 +126,7 @@ class _FusedLinear(torch.autograd.Function):
         ctx.operand, ctx.parts = operand, parts
         x_TC = _with_u(x_TK, parts, gaps_are_free)
         ctx.save_for_backward(x_TC)
-        if sum_TN is not None and not parts[0].is_read:
+        if sum_TN is not None and not parts[0].needs_output:
             ctx.mark_dirty(sum_TN)
             return (sum_TN,)
         w_NC = operand(x_TK.dtype, True)

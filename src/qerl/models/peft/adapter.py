@@ -172,7 +172,7 @@ class OtherAdapter:
                     setattr(linear, field, value)
 
 
-_ADAPTER_FIELDS = "lora_A", "lora_B", "a_work", "b_work", "scaling", "is_alone", "adapter_enabled"
+_ADAPTER_FIELDS = "lora_A", "lora_B", "a_work", "b_work", "scaling", "skips_group", "adapter_enabled"
 
 
 @contextlib.contextmanager
