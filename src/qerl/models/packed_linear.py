@@ -48,6 +48,7 @@ from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.fused_weights import FusedBF16, fuse_weights
 from qerl.models.linear import OperandGroup, QuantLinear
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.rotated_weight import is_rotated, rotated_operand
 from qerl.models.tile_formats import exponents, fits_tiles, tile_parts
 
@@ -290,42 +291,58 @@ def tiles_of(linears: Sequence[QuantLinear]) -> PackedGroup | None:
 
 
 def project(
-    x_TK: Tensor, linears: Sequence[QuantLinear], *, gaps_are_free: bool = False
+    x_TK: Tensor,
+    linears: Sequence[QuantLinear],
+    linear_pass: LinearPass = PLAIN,
+    *,
+    gaps_are_free: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return each linear's y_TN: on a GPU one product for all of them, where their weights can be fused.
 
     gaps_are_free: x was made with `room` behind its rows, or with none.
     """
-    group = _product_group(x_TK, linears)
+    group = _product_group(x_TK, linears, linear_pass)
     if group is None:
-        return tuple(linear(x_TK) for linear in linears)
-    parts = [_part(linear) for linear in linears]
-    return fused_linear(x_TK, _operand(x_TK, group, linears), parts, gaps_are_free=gaps_are_free)
+        return tuple(linear(x_TK, linear_pass) for linear in linears)
+    operand, parts = _operand(x_TK, group, linears, linear_pass), [_part(linear) for linear in linears]
+    return fused_linear(x_TK, operand, parts, gaps_are_free=gaps_are_free)
 
 
-def project_swiglu(x_TK: Tensor, gate_up: Sequence[QuantLinear], *, room: int) -> Tensor:
+def project_swiglu(
+    x_TK: Tensor, gate_up: Sequence[QuantLinear], linear_pass: LinearPass = PLAIN, *, room: int
+) -> Tensor:
     """Return silu(gate) * up, on a GPU with room for so many columns behind each row; x is as for `project`
     with gaps_are_free."""
-    group = _product_group(x_TK, gate_up)
+    group = _product_group(x_TK, gate_up, linear_pass)
     if group is None:
-        gate_TF, up_TF = (linear(x_TK) for linear in gate_up)
+        gate_TF, up_TF = (linear(x_TK, linear_pass) for linear in gate_up)
         return swiglu(gate_TF, up_TF, room=room)
-    parts = [_part(linear) for linear in gate_up]
-    return fused_swiglu(x_TK, _operand(x_TK, group, gate_up), parts, room=room, gaps_are_free=True)
+    operand, parts = _operand(x_TK, group, gate_up, linear_pass), [_part(linear) for linear in gate_up]
+    return fused_swiglu(x_TK, operand, parts, room=room, gaps_are_free=True)
 
 
-def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_free: bool = False) -> Tensor:
+def project_onto(
+    h_TN: Tensor,
+    x_TK: Tensor,
+    linear: QuantLinear,
+    linear_pass: LinearPass = PLAIN,
+    *,
+    gaps_are_free: bool = False,
+) -> Tensor:
     """Return h + y in fp32, in the place of h."""
-    group = _product_group(x_TK, (linear,))
+    group = _product_group(x_TK, (linear,), linear_pass)
     if group is None:
-        return h_TN.add_(linear(x_TK))
-    operand = _operand(x_TK, group, (linear,))
-    return linear_onto(h_TN, x_TK, operand, _part(linear), gaps_are_free=gaps_are_free)
+        return h_TN.add_(linear(x_TK, linear_pass))
+    operand, part = _operand(x_TK, group, (linear,), linear_pass), _part(linear)
+    needed = linear_pass.needs_output
+    return linear_onto(h_TN, x_TK, operand, part, gaps_are_free=gaps_are_free, needs_output=needed)
 
 
-def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> OperandGroup | None:
+def _product_group(
+    x_TK: Tensor, linears: Sequence[QuantLinear], linear_pass: LinearPass
+) -> OperandGroup | None:
     """Return the linears' common operand; None where each is to multiply for itself."""
-    if not _is_fused_on(x_TK) or any(x.is_unfused for x in linears):
+    if not _is_fused_on(x_TK) or any(x.is_unfused(linear_pass) for x in linears):
         return None
     tiles = tiles_of(linears)
     if tiles is None:
@@ -338,23 +355,30 @@ def _is_fused_on(x_TK: Tensor) -> bool:
     return row_kernel.on_gpu(x_TK)
 
 
-def _operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:
-    if not is_rotated(x_TK, group, linears):
-        return _plain_operand(x_TK, group, linears)
+def _operand(
+    x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear], linear_pass: LinearPass
+) -> Operand:
+    if not is_rotated(x_TK, group, linears, linear_pass):
+        return _plain_operand(x_TK, group, linears, linear_pass)
     tiles = group.weight_tiles if isinstance(group, PackedGroup) else None
-    operand = _plain_operand(x_TK, group, linears, is_read_again=tiles is None)
-    return rotated_operand(operand, group, tiles, linears)
+    operand = _plain_operand(x_TK, group, linears, linear_pass, is_read_again=tiles is None)
+    return rotated_operand(operand, group, tiles, linears, linear_pass)
 
 
 def _plain_operand(
-    x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear], *, is_read_again: bool = True
+    x_TK: Tensor,
+    group: OperandGroup,
+    linears: Sequence[QuantLinear],
+    linear_pass: LinearPass,
+    *,
+    is_read_again: bool = True,
 ) -> Operand:
     """is_read_again: False if the backward pass does not read what a repeated forward pass unpacks."""
     rank, columns = room(linears), group.in_width
     if isinstance(group, FusedBF16):
         assert columns + rank in (columns, group.wide_NC.shape[1]), "some adapters are on, some off"
         return lambda dtype, has_b: group.wide_NC[:, : columns + rank if has_b else columns]
-    parts, unpacked = [_part(linear) for linear in linears], linears[0].unpacked
+    parts, unpacked = [_part(linear) for linear in linears], linear_pass.operands
     if unpacked is not None and not (unpacked.is_held or is_read_again):
         unpacked = None
     num_rows, like = sum(part.width for part in parts), x_TK.new_empty(0)
@@ -376,4 +400,4 @@ def room(linears: Sequence[QuantLinear]) -> int:
 
 
 def _part(linear: QuantLinear) -> LinearPart:
-    return LinearPart(linear.out_width, linear.alpha, linear.bias, linear.adapter, linear.needs_output)
+    return LinearPart(linear.out_width, linear.alpha, linear.bias, linear.adapter)
