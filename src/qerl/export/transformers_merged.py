@@ -9,8 +9,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from qerl.config import RunConfig
 from qerl.learner import checkpoint
 from qerl.models import hf_writer
+from qerl.models.checkpoint.layouts import without_quantization
 from qerl.models.checkpoint.source import locate
-from qerl.models.compressed_tensors import without_quantization
 from qerl.models.packed_writer import with_dtype
 from qerl.models.peft.adapter import add_adapter, load_adapter, merged_weight
 from qerl.models.transformers_backend.transformers_loader import load_transformers_model

@@ -21,23 +21,22 @@ from torch import Tensor
 from qerl.config import RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import UserError
-from qerl.export.merge_note import make_note
 from qerl.export.policy import load_fp32_policy
 from qerl.formats import MXFP4, NVFP4
 from qerl.learner.checkpoint import latest_described_adapter
 from qerl.models import hf_writer
 from qerl.models.checkpoint.expert_names import float_tensors
+from qerl.models.checkpoint.layouts import without_quantization
 from qerl.models.checkpoint.source import base_name, locate
 from qerl.models.checkpoint.stored_names import language_config, stored_tensors
 from qerl.models.checkpoint.tokenizer import load_tokenizer
-from qerl.models.compressed_tensors import without_quantization
 from qerl.models.decoder import Decoder
 from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
 from qerl.models.peft.adapter import merged_expert, merged_weight
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.quantize.calibration import load_calibration
 from qerl.models.quantize.gptq import requantize
-from qerl.models.quantize.merge_note import write_note
+from qerl.models.quantize.merge_note import make_note, write_note
 from qerl.models.transformers_backend.backend import backend_of
 
 _KINDS = {"nvfp4": NVFP4, "mxfp4": MXFP4}

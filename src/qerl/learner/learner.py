@@ -203,11 +203,7 @@ class Learner:
         return dataclasses.replace(linear_pass, dropout=dropout)
 
     def _backward(
-        self,
-        batch: PackedBatch,
-        exact_C: Tensor | None,
-        before: BatchMetrics | None,
-        linear_pass: LinearPass,
+        self, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None, linear_pass: LinearPass
     ) -> MinibatchMetrics:
         """Add the batch's gradient to the masters' grad. Without `before` this pass also gives the first
         logprobs."""
@@ -260,11 +256,7 @@ class Learner:
         return grads
 
     def _backward_divergence(
-        self,
-        batch: PackedBatch,
-        exact_C: Tensor | None,
-        known: BatchMetrics | None,
-        linear_pass: LinearPass,
+        self, batch: PackedBatch, exact_C: Tensor | None, known: BatchMetrics | None, linear_pass: LinearPass
     ) -> MinibatchMetrics:
         """Add the gradient of the divergence from the teacher, whose tokens need no correction."""
         forward = self._forward

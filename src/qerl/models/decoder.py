@@ -115,22 +115,15 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        angles: dict[str, Angles],
-        layer_index: int,
-        attend: Attend,
-        linear_pass: LinearPass = PLAIN,
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
         """Return the heads' outputs side by side, which o_proj multiplies."""
-        q_TN, k_TK, *v_TK = project(x_TD, self.qkv_projs, linear_pass, gaps_are_free=True)
+        q_TN, k_TK, *v_TK = project(x_TD, self.qkv_projs, context.linear_pass, gaps_are_free=True)
         gate_TN = None
         if self._is_gated:
             q_TN, gate_TN = (
                 part.flatten(1) for part in q_TN.unflatten(1, (-1, 2 * self.head_size)).chunk(2, 2)
             )
-        turn = None if self.rope == "none" else angles[self.rope]
+        turn = None if self.rope == "none" else context.angles[self.rope]
         if v_TK and turn is not None and self._turns_plain_heads(turn):
             norms = self._head_norms
             q_TNH, k_TKH, v_TKH = turned_heads(q_TN, k_TK, v_TK[0], norms, turn.cosine_T1H, turn.sine_T1H)
@@ -203,7 +196,7 @@ class Layer(nn.Module):
         norms, mixer, linear_pass = self.norms, self.mixer, context.linear_pass
         x_TD, h_TD = self._before(norms.before_attention, h_TD, context.noise_rows_T, mixer.qkv_projs)
         if isinstance(mixer, Attention):
-            o_TC = mixer(x_TD, context.angles, layer_index, attend, linear_pass)
+            o_TC = mixer(x_TD, context, layer_index, attend)
         else:
             assert context.recur is not None, "this pass has no function for recurrent states"
             o_TC = mixer(x_TD, layer_index, context.recur, linear_pass)
