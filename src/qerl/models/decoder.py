@@ -80,12 +80,7 @@ class EmbeddingTable(nn.Module):
 
 class Attention(nn.Module):
     def __init__(
-        self,
-        arch: Architecture,
-        spec: LayerSpec,
-        kind: LayerKind,
-        compute: torch.dtype,
-        device: torch.device,
+        self, arch: Architecture, spec: LayerSpec, kind: LayerKind, compute: torch.dtype, device: torch.device
     ):
         super().__init__()
         self.head_size, self.rope = arch.kv_heads(kind).size, kind.rope
@@ -95,10 +90,7 @@ class Attention(nn.Module):
         sinks = torch.empty(arch.num_heads, dtype=torch.float32, device=device)
         self.register_buffer("sinks", sinks if arch.attention_sinks else None)
         self.options = AttentionOptions(
-            scale=arch.attention_scale,
-            softcap=arch.attention_softcap,
-            window=kind.window,
-            sinks_N=self.sinks,
+            scale=arch.attention_scale, softcap=arch.attention_softcap, window=kind.window, sinks_N=self.sinks
         )
         self.q_proj, self.k_proj, *v_proj = linears_of(spec.qkv, compute, device)
         self.v_proj = v_proj[0] if v_proj else None

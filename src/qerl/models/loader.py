@@ -106,11 +106,7 @@ def _load_head(head: LMHead, packed: PackedWeight | None, format: str) -> None:
 
 
 def _weights(
-    checkpoint: Checkpoint,
-    group: tuple[str, ...],
-    format: str,
-    device: torch.device,
-    scales: SelectScales,
+    checkpoint: Checkpoint, group: tuple[str, ...], format: str, device: torch.device, scales: SelectScales
 ) -> Iterator[tuple[str, PackedWeight]]:
     """Yield the linears of a group with their weights, in no order."""
     if layout_of(checkpoint) is None:

@@ -65,13 +65,7 @@ class PortableProduct(PackedProduct[PortableTile]):
 
     def _compile(self, tile: PortableTile, rank: int, swiglu: int, by_adapter: tuple[tuple[str, int], ...]):
         defines = tile.defines(rank, swiglu) | dict(by_adapter)
-        return compiled(
-            FILE,
-            NAME,
-            self._device,
-            defines,
-            shared_bytes=tile.shared_bytes,
-        )
+        return compiled(FILE, NAME, self._device, defines, shared_bytes=tile.shared_bytes)
 
 
 def variants(card: CudaArchitecture) -> list[KernelVariant]:
