@@ -8,7 +8,6 @@ measures the KL on its tokens, and tells
 The demo's run showed that kept is what remains of the gain in accuracy: dev/LOG.md, 2026-11-22.
 """
 
-import contextlib
 import dataclasses
 import itertools
 from pathlib import Path
@@ -85,10 +84,13 @@ def make_note(run: Path, config: RunConfig, policy: Decoder, merged: Checkpoint)
     probes = tuple(run_probes(run, config.model.path))
     if not probes:
         return None
-    is_full = config.adapter.kind == "full"
-    base = _load_base(config, policy) if is_full else policy
-    with contextlib.nullcontext() if is_full else adapter_off(base):
+    if config.adapter.kind == "full":
+        source, like = locate(config.model.path).open(), {"compute": policy.compute, "device": policy.device}
+        base = build_decoder(source, format=config.model.format, resident=False, **like)
         base_kl = quantization_error(base, merged, probes).kl
+    else:
+        with adapter_off(policy):
+            base_kl = quantization_error(policy, merged, probes).kl
     return MergeNote(
         run=str(run),
         base=config.model.path,
@@ -114,13 +116,3 @@ def _probe(prompt: list[int], sample: list[int]) -> Probe:
     """Return what predicts the sample's tokens; a long prompt loses its start, a long sample its end."""
     prompt, sample = prompt[-MAX_PROBE_TOKENS // 2 :], sample[: MAX_PROBE_TOKENS // 2]
     return Probe(tokens_T=prompt + sample[:-1], start=len(prompt) - 1)
-
-
-def _load_base(config: RunConfig, policy: Decoder) -> Decoder:
-    return build_decoder(
-        locate(config.model.path).open(),
-        format=config.model.format,
-        compute=policy.compute,
-        device=policy.device,
-        resident=False,
-    )
