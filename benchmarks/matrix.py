@@ -36,7 +36,7 @@ from qerl.kernels.runtime.nvrtc import KernelVariant, cached_cubin, dry_run
 from qerl.kernels.tiles import portable_product
 from qerl.kernels.tiles.lora_shrink import LoraShrink
 from qerl.kernels.tiles.lora_shrink_portable import PortableLoraShrink
-from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u
+from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_compute_lora_hidden
 from qerl.kernels.tiles.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.tiles.portable_product import PortableProduct
 from qerl.kernels.tiles.tile_layout import TileLayout
@@ -344,15 +344,19 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
         x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank)
         rank_rows = 0 if adapter is None else len(adapter.a)
         if isinstance(product, NVFP4Decode):
-            makes_u = pays_to_make_u(rows, group.in_width, rank_rows, group.name == "gate_up")
+            computes_lora_hidden = pays_to_compute_lora_hidden(
+                rows, group.in_width, rank_rows, group.name == "gate_up"
+            )
         else:
-            makes_u = product.makes_u(rows, group.out_width, group.in_width, rank_rows)
-        if adapter is not None and not makes_u:
+            computes_lora_hidden = product.computes_lora_hidden(
+                rows, group.out_width, group.in_width, rank_rows
+            )
+        if adapter is not None and not computes_lora_hidden:
             if group.input_from is not None and group.in_width == a.width:
                 _, u_BR = shrink.norm_shrink(h_BD, weight, noise, 1e-6, adapter.a, 1.0, rows_M=rows_M)
             else:
                 u_BR = shrink.shrink(x_BK, adapter.a, 1.0)
-            adapter = dataclasses.replace(adapter, u=u_BR)
+            adapter = dataclasses.replace(adapter, lora_hidden=u_BR)
         rows_of_tiles, columns = group.out_width // TILE_ROWS, group.in_width // TILE_K
         tiles = _tensor(rows_of_tiles, columns, TILE_BYTES, dtype=torch.uint8)
         operands = x_BK, tiles, _tensor(group.out_width, dtype=torch.float32)

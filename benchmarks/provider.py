@@ -71,7 +71,9 @@ class QerlNVFP4:
                 return None
             a_RK, b_NR, is_qkv = a_LG[layer][i], b_LG[layer][i], i == _QKV
             u_MR = None
-            if not nvfp4_decode.pays_to_make_u(batch, self._gemms[i].in_width, len(a_RK), i == _GATE_UP):
+            if not nvfp4_decode.pays_to_compute_lora_hidden(
+                batch, self._gemms[i].in_width, len(a_RK), i == _GATE_UP
+            ):
                 u_MR = self._shrink.shrink(x_G[i], a_RK, 1.0)
             return nvfp4_decode.PackedAdapter(a_RK, b_NR, 1.0, starts if is_qkv else (), u_MR)
 

@@ -146,15 +146,15 @@ class _Tiles:
         """Compile the kernels of all choices in parallel."""
         with nvrtc.dry_run() as variants:
             for choice in choices:
-                for M, gives_u in self._cases(choice):
-                    self._product.work(self._kernels, M, gives_u=gives_u)()
+                for M, gives_hidden in self._cases(choice):
+                    self._product.work(self._kernels, M, gives_hidden=gives_hidden)()
         compile_ahead(variants, self._device)
 
     def timed(self, choice: Choice, runs: int) -> Choice:
         """Return the choice with its time per launch in us; small ones average two batches."""
         each_us = [
-            self._product.launch_us(self._kernels, M, runs, gives_u=gives_u)
-            for M, gives_u in self._cases(choice)
+            self._product.launch_us(self._kernels, M, runs, gives_hidden=gives_hidden)
+            for M, gives_hidden in self._cases(choice)
         ]
         return dataclasses.replace(choice, us=round(math.prod(each_us) ** (1 / len(each_us)), 2))
 
@@ -163,7 +163,10 @@ class _Tiles:
         gemm, rows = self._gemm, self._rank * len(self._gemm.out_widths)
         for M in timed_batches(choice.most_tokens):
             self._tile = choice.tile(M, gemm.in_width)
-            yield M, not nvfp4_decode.pays_to_make_u(M, gemm.in_width, rows, gemm.name == "gate_up")
+            yield (
+                M,
+                not nvfp4_decode.pays_to_compute_lora_hidden(M, gemm.in_width, rows, gemm.name == "gate_up"),
+            )
 
     def _chosen(self) -> Tile:
         assert self._tile is not None

@@ -12,9 +12,9 @@ from torch import Tensor
 from qerl.algo.seeds import mix
 from qerl.formats import PackedWeight
 from qerl.models.architecture import Architecture
+from qerl.models.checkpoint.encoding import encode_group
 from qerl.models.checkpoint.source import Checkpoint
 from qerl.models.checkpoint.state_dict import linear_groups, read_float
-from qerl.models.compressed_tensors import encode_group
 
 
 class GaussianNoiseCheckpoint:

@@ -31,10 +31,10 @@ from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.attention.tree_attention import tree_attention
 from qerl.kernels.head.logprob import chunked_logprob
 from qerl.learner.packing import PackedBatch, pack
+from qerl.models.checkpoint.encoding import SelectScales, default_scales, encode_weights
 from qerl.models.checkpoint.source import Checkpoint, locate
 from qerl.models.checkpoint.state_dict import architecture_of, linear_groups, read_float
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
-from qerl.models.compressed_tensors import SelectScales, default_scales, encode_weights
 from qerl.models.decoder import Decoder
 from qerl.models.delta_net import recur_over
 from qerl.models.device import COMPUTE, resolve_device

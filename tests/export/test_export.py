@@ -23,8 +23,8 @@ from qerl.export import export
 from qerl.learner import Learner, checkpoint
 from qerl.models.checkpoint.source import base_name, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
-from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import build_decoder
+from qerl.models.packed_writer import write_quantized
 from qerl.models.peft.adapter import adapter_tensors, add_adapter, load_adapter, publish
 from qerl.models.peft.peft_reader import adapter_config, read_adapter
 from qerl.models.quantize.merge_note import read_note

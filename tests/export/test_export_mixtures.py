@@ -15,8 +15,8 @@ from models.tiny import logits_of
 from qerl.config import AdapterConfig
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
-from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import build_decoder
+from qerl.models.packed_writer import write_quantized
 from qerl.models.peft.adapter import adapter_tensors, add_adapter, load_adapter
 from qerl.models.peft.peft_reader import adapter_config, read_adapter
 

@@ -12,7 +12,7 @@ from qerl.kernels.runtime.host_memory import usable_host_bytes
 from qerl.learner import Learner, kept_on_host
 from qerl.learner.activation_checkpointing import RECOMPUTE, OnDevice, checkpoint_layers
 from qerl.learner.kept_on_host import OnHost
-from qerl.models.linear import repeating
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.random_weights import random_decoder, shape
 
 MODES = pytest.mark.parametrize("recompute", ["layer", "offload"])
@@ -159,34 +159,33 @@ def test_a_weight_is_unpacked_as_often_as_without(recompute, monkeypatch):
             )
             pass_over(decoder, RECOMPUTE[mode](CPU)()).sum().backward()
         counts[mode] = len(calls)
-        assert all(linear.unpacked is None for _, linear in decoder.linears())
     assert counts == {"none": 14 + 14 - 3, recompute: 14 + 14}
 
 
 def test_an_operand_is_held_from_its_first_use_to_its_second():
-    up, down = (getattr(tiny_decoder().layers[0].mlp, name) for name in ("up_proj", "down_proj"))
+    up = tiny_decoder().layers[0].mlp.up_proj
     up.load_weight(NVFP4.encode(BF16.decode(up.weight)))
-    with repeating([up, down], unread=down):
-        first, second, third = (up.operand() for _ in range(3))
+    with PLAIN.repeating() as again:
+        first, second, third = (up.operand(again.operands) for _ in range(3))
         assert first is second and third is not first and torch.equal(third, first)
-    assert up.operand() is not third
+    assert up.operand(again.operands) is not third
 
 
 def test_a_result_that_nobody_reads_is_left_out_and_its_gradients_are_not(rng):
     down = tiny_decoder().layers[0].mlp.down_proj
     x_TK, dy_TN = (torch.randn(5, width, generator=rng) for width in (down.in_width, down.out_width))
 
-    def result_and_gradients():
+    def result_and_gradients(linear_pass: LinearPass):
         inputs = [x_TK.clone().requires_grad_(), down.lora_A, down.lora_B]
-        y_TN = down(inputs[0])
+        y_TN = down(inputs[0], linear_pass)
         return y_TN.detach(), torch.autograd.grad(y_TN, inputs, dy_TN)
 
-    y_TN, gradients = result_and_gradients()
-    with repeating([down], unread=down):
-        none_TN, same = result_and_gradients()
+    y_TN, gradients = result_and_gradients(PLAIN.without_output)
+    with PLAIN.repeating() as again:
+        none_TN, same = result_and_gradients(again.without_output)
     assert y_TN.any() and not none_TN.any()
     assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
-    assert torch.equal(result_and_gradients()[0], y_TN)
+    assert torch.equal(result_and_gradients(again)[0], y_TN)
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "offload"])

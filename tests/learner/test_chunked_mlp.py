@@ -15,6 +15,8 @@ from qerl.learner import Learner
 from qerl.learner.chunked_mlp import num_chunks
 from qerl.learner.plan.activations import is_chunked
 from qerl.models.decoder import Layer
+from qerl.models.linear_pass import PLAIN, LinearPass
+from qerl.models.peft.adapter import dropout_of
 
 MODES = pytest.mark.parametrize("recompute", ["layer", "offload"])
 _ROWS = 8
@@ -69,24 +71,22 @@ def test_what_needs_all_rows_at_once_is_not_chunked(kind, groups, fed):
     assert isinstance(layer, Layer)
     if kind == "full":
         layer.mlp.up_proj.learn_weight()  # type: ignore[union-attr]
-    if kind == "dropout":
-        layer.mlp.up_proj.dropout = 0.1, 3  # type: ignore[union-attr]
-    assert num_chunks(layer, _ROWS if kind == "few rows" else 3 * _ROWS + 1) == (
-        4 if kind == "chunked" else 1
-    )
+    linear_pass = LinearPass(dropout=dropout_of(decoder, 0.1, 3)) if kind == "dropout" else PLAIN
+    num_rows = _ROWS if kind == "few rows" else 3 * _ROWS + 1
+    assert num_chunks(layer, num_rows, linear_pass) == (4 if kind == "chunked" else 1)
 
 
 @pytest.mark.parametrize("adapter", [{}, {"dropout": 0.1}, {"kind": "full"}])
 def test_the_plan_knows_what_is_chunked(adapter, fed):
     config = replace(run_config(), adapter=replace(ADAPTER, **adapter))
-    layer = tiny_decoder().layers[0]
+    decoder = tiny_decoder()
+    layer = decoder.layers[0]
     assert isinstance(layer, Layer)
     if adapter.get("kind") == "full":
         layer.mlp.up_proj.learn_weight()  # type: ignore[union-attr]
-    if "dropout" in adapter:
-        layer.mlp.up_proj.dropout = 0.1, 3  # type: ignore[union-attr]
+    linear_pass = LinearPass(dropout=dropout_of(decoder, adapter.get("dropout", 0), 3))
     rows = CHUNK_ROWS + 1
-    assert is_chunked(tiny_decoder().architecture, config, rows) is (num_chunks(layer, rows) > 1)
+    assert is_chunked(tiny_decoder().architecture, config, rows) is (num_chunks(layer, rows, linear_pass) > 1)
     assert not is_chunked(tiny_decoder().architecture, config, CHUNK_ROWS)
 
 
@@ -106,7 +106,6 @@ def test_operands_are_unpacked_once_for_all_chunks(groups, fed, monkeypatch):
             learn = {"max_tokens_per_microbatch": 1000, "gradient_checkpointing": "layer"}
             Learner(decoder, run_config(learn=learn)).step(groups)
         counts.append(len(calls))
-        assert all(linear.unpacked is None for _, linear in decoder.linears())
     assert counts[0] == counts[1] == 14 + 14
 
 

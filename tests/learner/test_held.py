@@ -11,7 +11,7 @@ from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_decoder
 from qerl.formats import NVFP4
 from qerl.learner import Learner
-from qerl.models.linear import holding, repeating
+from qerl.models.linear_pass import PLAIN
 from qerl.models.random_weights import random_decoder, shape
 
 MODES = pytest.mark.parametrize("recompute", ["none", "layer", "offload"])
@@ -76,7 +76,6 @@ def test_each_is_unpacked_once_an_update_and_gone_after_it(recompute, groups, un
     assert len(unpacked) == LINEARS
     gc.collect()
     assert all(reference() is None for reference in unpacked)
-    assert all(linear.unpacked is None for _, linear in learner.decoder.linears())
 
 
 def test_a_single_micro_batch_holds_none(groups, unpacked):
@@ -85,14 +84,13 @@ def test_a_single_micro_batch_holds_none(groups, unpacked):
 
 
 def test_what_repeats_a_layer_leaves_held_operands_where_they_are():
-    up, down = (getattr(packed_decoder().layers[0].mlp, name) for name in ("up_proj", "down_proj"))
-    with holding([up]):
-        held = up.operand()
-        with repeating([up, down], unread=down):
-            assert all(up.operand() is held for _ in range(3))
-            assert down.operand() is down.operand() is not down.operand()
-        assert up.operand() is held and down.unpacked is None
-    assert up.operand() is not held
+    up = packed_decoder().layers[0].mlp.up_proj
+    with PLAIN.holding() as plain:
+        held = up.operand(plain.operands)
+        with plain.repeating() as again, again.holding() as chunked:
+            assert all(up.operand(each.operands) is held for each in (again, again, again, chunked))
+        assert up.operand(plain.operands) is held
+    assert up.operand(plain.operands) is not held
 
 
 def test_out_of_memory_they_are_let_go_before_the_batches_are_halved(groups):
@@ -100,8 +98,8 @@ def test_out_of_memory_they_are_let_go_before_the_batches_are_halved(groups):
     decoder, lines = packed_decoder(), []
     ours = learner_of(decoder, {"max_tokens_per_microbatch": 40}, holds=True, notice=lines.append)
 
-    def hook(*_):
-        if decoder.layers[1].mlp.down_proj.unpacked is not None:
+    def hook(_, arguments, hidden_TD):
+        if arguments[-1].operands is not None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     decoder.register_forward_hook(hook)
@@ -117,7 +115,7 @@ def test_out_of_memory_without_any_held_halves_the_batch_at_once(groups):
     ours = learner_of(decoder, {}, holds=True, notice=lines.append)
 
     def hook(_, arguments, hidden_TD):
-        if all(linear.unpacked is None for _, linear in decoder.linears()):
+        if arguments[-1].operands is None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     decoder.register_forward_hook(hook)

@@ -31,8 +31,9 @@ from qerl.formats import FORMATS
 from qerl.kernels.attention.attention import Span
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.plan.memory import embedding_bytes, weight_bytes
+from qerl.models.checkpoint.encoding import encode_weights
+from qerl.models.checkpoint.notices import skipped_notices
 from qerl.models.checkpoint.source import locate
-from qerl.models.compressed_tensors import encode_weights, skipped_notices
 from qerl.models.families import FAMILIES, MULTIMODAL, from_hf_config
 from qerl.models.loader import build_decoder
 from qerl.models.peft.adapter import adapter_tensors

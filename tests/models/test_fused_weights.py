@@ -14,7 +14,8 @@ from qerl.kernels.linear.int8_codes import Rotation
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models import packed_linear as op
 from qerl.models.fused_weights import FusedBF16, FusedPacked, fuse_weights
-from qerl.models.linear import QuantLinear, holding, repeating
+from qerl.models.linear import QuantLinear
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.mixture import copy_masters
 from qerl.models.peft.adapter import adapter_off, adapter_tensors, add_adapter, publish
 
@@ -229,14 +230,14 @@ def test_an_unpacked_operand_serves_the_next_product(fuses, rng, monkeypatch):
     calls, unpack = [], FORMATS["nf4"].operand
     monkeypatch.setattr(FORMATS["nf4"], "operand", lambda self, dtype: calls.append(1) or unpack(self, dtype))
 
-    def learn():
+    def learn(linear_pass):
         calls.clear()
-        return results(lambda x: torch.cat(op.project(x, linears), 1), x, masters_of(linears))
+        return results(lambda x: torch.cat(op.project(x, linears, linear_pass), 1), x, masters_of(linears))
 
-    plain, counts = learn(), [len(calls)]
-    for mode in (repeating(linears, unread=linears[-1]), holding(linears)):
-        with mode:
-            for found in (learn(), learn()):
+    plain, counts = learn(PLAIN), [len(calls)]
+    for mode in (PLAIN.repeating(), PLAIN.holding()):
+        with mode as linear_pass:
+            for found in (learn(linear_pass), learn(linear_pass)):
                 counts.append(len(calls))
                 assert all(map(torch.equal, found, plain))
     assert counts == [6, 3, 3, 0, 0]
@@ -282,10 +283,8 @@ def test_a_backward_pass_in_int8_rounds_the_inputs_gradient_alone(format, fuses,
     x = torch.randn(7, K, generator=rng).bfloat16().requires_grad_()
     dy = torch.randn(7, 192, generator=rng).bfloat16()
     found = []
-    for backward in ("bf16", "int8"):
-        for linear in linears:
-            linear.backward = backward
-        y = torch.cat(op.project(x, linears), 1)
+    for linear_pass in (PLAIN, LinearPass(backward="int8")):
+        y = torch.cat(op.project(x, linears, linear_pass), 1)
         found.append([y, *torch.autograd.grad(y, [x, *masters_of(linears)], dy)])
     (y, dx, *masters), (got_y, got_dx, *got_masters) = found
     assert torch.equal(got_y, y) and all(map(torch.equal, got_masters, masters))
@@ -297,35 +296,31 @@ def test_codes_of_int8_are_made_once_while_operands_are_held(fuses, rng, monkeyp
     made = []
     codes = Rotation.codes
     monkeypatch.setattr(Rotation, "codes", lambda *given: made.append(1) or codes(*given))
-    for linear in linears:
-        linear.backward = "int8"
+    int8 = LinearPass(backward="int8")
 
-    def learn():
+    def learn(linear_pass):
         x = torch.ones(3, K, dtype=torch.bfloat16, requires_grad=True)
-        torch.cat(op.project(x, linears), 1).sum().backward()
+        torch.cat(op.project(x, linears, linear_pass), 1).sum().backward()
 
-    with holding(linears):
-        learn(), learn()
+    with int8.holding() as linear_pass:
+        learn(linear_pass), learn(linear_pass)
     assert len(made) == 1
-    learn(), learn()
-    with repeating(linears, None):
-        learn()
+    learn(int8), learn(int8)
+    with int8.repeating() as linear_pass:
+        learn(linear_pass)
     assert len(made) == 4
 
 
 def test_a_weight_that_is_loaded_again_is_rounded_by_its_own_maxima(fuses, rng):
     """The second of a group: the first one keeps what is known of both."""
     linears = linears_of(rng, widths=(64, 64), format="nvfp4")
-    for linear in linears:
-        linear.backward = "int8"
+    int8 = LinearPass(backward="int8")
     x = torch.randn(5, K, generator=rng).bfloat16().requires_grad_()
-    (before,) = torch.autograd.grad(torch.cat(op.project(x, linears), 1).sum(), x)
+    (before,) = torch.autograd.grad(torch.cat(op.project(x, linears, int8), 1).sum(), x)
     new = FORMATS["nvfp4"].encode(torch.randn(64, K, generator=rng) * 100)
     linears[1].load_weight(new)
-    y = torch.cat(op.project(x, linears), 1)
+    y = torch.cat(op.project(x, linears, int8), 1)
     (got,) = torch.autograd.grad(y.sum(), x)
-    for linear in linears:
-        linear.backward = "bf16"
     (want,) = torch.autograd.grad(torch.cat(op.project(x, linears), 1).sum(), x)
     assert rms_error(got, want) < 0.02 < rms_error(before, want)
 
@@ -335,11 +330,9 @@ def test_gate_and_up_are_products_of_integers_only_where_gradients_alone_need_th
     linears = linears_of(rng, widths=(128, 128), format="nvfp4", bias=False)
     x = torch.randn(7, K, generator=rng).bfloat16().requires_grad_()
     found = []
-    for backward in ("bf16", "int8"):
-        for linear in linears:
-            linear.backward = backward
-        with repeating(linears, None) if is_repeated else contextlib.nullcontext():
-            y = op.project_swiglu(x, linears, room=0)
+    for plain in (PLAIN, LinearPass(backward="int8")):
+        with plain.repeating() if is_repeated else contextlib.nullcontext(plain) as linear_pass:
+            y = op.project_swiglu(x, linears, linear_pass, room=0)
             found.append([y, *torch.autograd.grad(y.sum(), [x, *masters_of(linears)])])
     (y, *gradients), (got_y, *got) = found
     assert torch.equal(y, got_y) != is_repeated and rms_error(got_y, y) < 0.04

@@ -14,8 +14,8 @@ from models.tiny import logits_of
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.models.checkpoint.source import locate
-from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import build_decoder
+from qerl.models.packed_writer import write_quantized
 
 TOKENS_T = torch.arange(40) * 7 % 61
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}

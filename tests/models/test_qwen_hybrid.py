@@ -12,8 +12,8 @@ from models.tiny import forest, logits_of
 from qerl.aqn.norm_noise import noised
 from qerl.errors import UserError
 from qerl.learner.activation_checkpointing import RECOMPUTE
+from qerl.models.checkpoint.notices import skipped_notices
 from qerl.models.checkpoint.source import locate
-from qerl.models.compressed_tensors import skipped_notices
 from qerl.models.families import from_hf_config
 from qerl.models.peft.adapter import adapter_tensors
 

@@ -11,8 +11,8 @@ from engine.parts import engine_of
 from learner.tiny import run_config
 from qerl.aqn.norm_noise import noised
 from qerl.config import SampleConfig
-from qerl.engine.decode.fused_linear import PackedLinears
 from qerl.engine.decode.kernel_forward import KernelForward
+from qerl.engine.decode.linears import PackedLinears
 from qerl.engine.decode.runner_cache import RunnerCache
 from qerl.engine.prefill.prefill import Prefill, PrefillChunk
 from qerl.learner import Learner

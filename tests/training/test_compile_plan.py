@@ -18,7 +18,7 @@ from qerl.kernels.runtime.architectures import ARCHITECTURES
 from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.learner.planned_pass import pass_kernels
 from qerl.models import decoder as decoders
-from qerl.models.outline import outlined_decoder
+from qerl.models.meta_decoder import meta_decoder
 from qerl.models.random_weights import random_decoder, shape
 from qerl.training.compile_plan import compile_while_loading, kernels_of_run
 from qerl.types import Sampling
@@ -94,10 +94,10 @@ def test_the_first_call_tells_how_many_samples_come_first_and_a_caller_may_wait_
     ],
     ids=lambda value: value if isinstance(value, str) else value.family,
 )
-def test_an_outline_launches_what_the_loaded_decoder_does(a, format, head, kernels, monkeypatch):
-    outline = outlined_decoder(a, format=format, head=head, compute=HALF, adapter=AdapterConfig(rank=32))
+def test_a_meta_decoder_launches_what_the_loaded_decoder_does(a, format, head, kernels, monkeypatch):
+    decoder = meta_decoder(a, format=format, head=head, compute=HALF, adapter=AdapterConfig(rank=32))
     config = EngineConfig(max_num_seqs=40)
-    planned = planned_kernels(outline, config, SAMPLING, kernels, num_positions=300)
+    planned = planned_kernels(decoder, config, SAMPLING, kernels, num_positions=300)
     assert len(planned) > 5 and planned == loaded_kernels(a, format, head, kernels, monkeypatch)
 
 
@@ -133,8 +133,8 @@ def test_a_run_plans_the_kernels_of_each_graph_then_those_of_prefill_and_update(
 def test_the_passes_of_a_hybrid_are_planned():
     """Those of its recurrence, and the backward pass of its norms, which are not the first layer's."""
     a = HYBRID
-    outline = outlined_decoder(a, format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig(rank=32))
-    planned = pass_kernels(outline, chunk_tokens=64)
+    decoder = meta_decoder(a, format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig(rank=32))
+    planned = pass_kernels(decoder, chunk_tokens=64)
     assert a.delta is not None and len(set(planned)) == len(planned)
     assert {"short_conv", "gated_delta_chunks", "logprob", "sum_copies", "swiglu_wide_backward"} <= {
         v.name for v in planned
@@ -146,9 +146,9 @@ def test_the_passes_of_a_hybrid_are_planned():
     ("a", "kv", "sizes"), [(DENSE, "bf16", []), (DENSE, "fp8", [64]), (HYBRID, "fp8", [256])]
 )
 def test_what_writes_a_prefills_fp8_pages_is_planned(a, kv, sizes):
-    outline = outlined_decoder(a, format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig(rank=32))
+    decoder = meta_decoder(a, format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig(rank=32))
     config = EngineConfig(max_num_seqs=8, kv_cache_dtype=kv)
-    planned = planned_kernels(outline, config, SAMPLING, "hopper", num_positions=300)
+    planned = planned_kernels(decoder, config, SAMPLING, "hopper", num_positions=300)
     assert [dict(each.defines)["H"] for each in planned if each.name == "write_fp8"] == sizes
 
 
@@ -158,9 +158,9 @@ def test_without_a_gpu_nothing_is_compiled_while_loading(monkeypatch):
     assert compile_while_loading(RunConfig(model=model), 100) is None
 
 
-def test_an_outline_takes_no_memory():
-    outline = outlined_decoder(
+def test_a_meta_decoder_takes_no_memory():
+    decoder = meta_decoder(
         shape("qwen2.5-72b"), format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig()
     )
-    assert isinstance(outline, decoders.Decoder) and len(outline.layers) == 1
-    assert {tensor.device.type for tensor in outline.state_dict().values()} == {"meta"}
+    assert isinstance(decoder, decoders.Decoder) and len(decoder.layers) == 1
+    assert {tensor.device.type for tensor in decoder.state_dict().values()} == {"meta"}

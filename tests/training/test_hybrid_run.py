@@ -16,7 +16,7 @@ from models.tiny import logits_of
 from qerl.config.options import ExportOptions
 from qerl.config.stored import read_config_file
 from qerl.export import export
-from qerl.export.policy import load_fp32_policy
+from qerl.export.write import load_fp32_policy
 from qerl.models.checkpoint.source import locate
 from qerl.models.loader import build_decoder
 from qerl.models.peft.adapter import merged_weight

@@ -41,20 +41,24 @@ class Product:
         a, b = (torch.zeros(shape, device=device).bfloat16() for shape in ((groups * rank, K), (N, rank)))
         self._adapter = PackedAdapter(a, b, 1.0, starts) if rank else None
 
-    def launch_us(self, kernels: NVFP4Decode | PortableProduct, M: int, runs: int, *, gives_u: bool) -> float:
+    def launch_us(
+        self, kernels: NVFP4Decode | PortableProduct, M: int, runs: int, *, gives_hidden: bool
+    ) -> float:
         """Return the median time of a launch for M tokens, in a CUDA graph of launches with other weights.
 
-        gives_u: the adapter's u is made before, else by the product.
+        gives_hidden: the adapter's u is made before, else by the product.
         """
-        times = graph_times(self.work(kernels, M, gives_u=gives_u), runs)
+        times = graph_times(self.work(kernels, M, gives_hidden=gives_hidden), runs)
         return 1e3 * times.ms / len(self._copies)
 
-    def work(self, kernels: NVFP4Decode | PortableProduct, M: int, *, gives_u: bool) -> Callable[[], None]:
+    def work(
+        self, kernels: NVFP4Decode | PortableProduct, M: int, *, gives_hidden: bool
+    ) -> Callable[[], None]:
         """Return a function that launches the product once for each copy of its weights."""
         x_MK = torch.randn(M, self.gemm.in_width, device=self._device).bfloat16()
         adapter = self._adapter
-        if adapter is not None and gives_u:
-            adapter = dataclasses.replace(adapter, u=x_MK.new_zeros(M, len(adapter.a)))
+        if adapter is not None and gives_hidden:
+            adapter = dataclasses.replace(adapter, lora_hidden=x_MK.new_zeros(M, len(adapter.a)))
         has_residual = self.gemm.name in ("o", "down")
         residual_MN = torch.zeros(M, self.gemm.out_width, device=self._device) if has_residual else None
 

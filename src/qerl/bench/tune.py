@@ -89,7 +89,7 @@ class _Tuner:
         each_us = []
         for M in timed_batches(most):
             self._tile = choice.tile(M, product.gemm.in_width, self._card)
-            each_us.append(product.launch_us(self._kernels, M, self._runs, gives_u=True))
+            each_us.append(product.launch_us(self._kernels, M, self._runs, gives_hidden=True))
         return round(math.prod(each_us) ** (1 / len(each_us)), 2)
 
     def _present(self) -> PortableTile:

@@ -7,7 +7,7 @@
     prefill.py          prompts -> hidden states      teacher_forcing.py prefill by the decode forward
     decode_runner.py    bursts of steps, CUDA graphs  runner_cache.py    runners kept between calls
     decode_forward.py   one step's forward            decode_kernels.py   the same with our kernels
-    fused_linear.py     linears of a decode step      branch_batch.py    samples, then branches of them
+    linears.py          linears of a decode step      branch_batch.py    samples, then branches of them
     sampler.py          hidden states -> tokens       token_sampling.py  logits -> token and logprob
     detokenizer.py      tokens -> text, stop strings  row_sampler.py     rows with their own parameters
     live_batch.py       requests join and leave       live_sample.py     prompts and samples of a call

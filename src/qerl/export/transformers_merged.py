@@ -9,8 +9,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from qerl.config import RunConfig
 from qerl.learner import checkpoint
 from qerl.models import hf_writer
+from qerl.models.checkpoint.layouts import without_quantization
 from qerl.models.checkpoint.source import locate
-from qerl.models.compressed_tensors import without_quantization
 from qerl.models.packed_writer import with_dtype
 from qerl.models.peft.adapter import add_adapter, load_adapter, merged_weight
 from qerl.models.transformers_backend.transformers_loader import load_transformers_model
@@ -22,11 +22,7 @@ def write_transformers_merged(run: Path, config: RunConfig, out: Path, dtype: to
     source = locate(config.model.path)
     learned = checkpoint.latest_adapter(run / "checkpoints")
     model = load_transformers_model(
-        source,
-        format=config.model.format,
-        compute=torch.float32,
-        device=torch.device("cpu"),
-        resident=False,
+        source, format=config.model.format, compute=torch.float32, device=torch.device("cpu"), resident=False
     )
     add_adapter(model, config.adapter, seed=config.seed)
     load_adapter(model, learned)

@@ -21,23 +21,22 @@ from torch import Tensor
 from qerl.config import RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import UserError
-from qerl.export.merge_note import make_note
-from qerl.export.policy import load_fp32_policy
 from qerl.formats import MXFP4, NVFP4
-from qerl.learner.checkpoint import latest_described_adapter
+from qerl.learner.checkpoint import latest_adapter, latest_described_adapter
 from qerl.models import hf_writer
 from qerl.models.checkpoint.expert_names import float_tensors
+from qerl.models.checkpoint.layouts import without_quantization
 from qerl.models.checkpoint.source import base_name, locate
 from qerl.models.checkpoint.stored_names import language_config, stored_tensors
 from qerl.models.checkpoint.tokenizer import load_tokenizer
-from qerl.models.compressed_tensors import without_quantization
 from qerl.models.decoder import Decoder
+from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
-from qerl.models.peft.adapter import merged_expert, merged_weight
+from qerl.models.peft.adapter import add_adapter, load_adapter, merged_expert, merged_weight
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.quantize.calibration import load_calibration
 from qerl.models.quantize.gptq import requantize
-from qerl.models.quantize.merge_note import write_note
+from qerl.models.quantize.merge_note import make_note, write_note
 from qerl.models.transformers_backend.backend import backend_of
 
 _KINDS = {"nvfp4": NVFP4, "mxfp4": MXFP4}
@@ -75,11 +74,7 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
             print(f"the adapter is exported without a tokenizer: {error}", file=sys.stderr)
 
 
-def write_merged_model(run: Path, config: RunConfig, out: Path) -> None:
-    write_merged(run, config, out, DTYPES["bf16"])
-
-
-def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
+def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     if backend_of(config.model) == "transformers":
         from qerl.export.transformers_merged import write_transformers_merged  # takes seconds to import
 
@@ -109,6 +104,21 @@ def write_four_bit(
     notice = partial(print, f"{format}:", file=sys.stderr)
     requantize(decoder, rows, notice=notice, kind=_KINDS[format])
     write_packed(decoder, source, out, format=format)
+
+
+def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Decoder:
+    """Load the run's model, in the run's format, with the adapter of its newest checkpoint."""
+    learned = latest_adapter(run / "checkpoints")
+    decoder = build_decoder(
+        locate(config.model.path).open(),
+        format=config.model.format,
+        compute=torch.float32,
+        device=device,
+        resident=False,
+    )
+    add_adapter(decoder, config.adapter, seed=config.seed)
+    load_adapter(decoder, learned)
+    return decoder
 
 
 def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ from qerl.kernels.runtime.host_memory import usable_host_bytes
 from qerl.learner.chunked_mlp import feed_backward, feed_forward, mlp_linears, num_chunks
 from qerl.learner.kept_on_host import OnHost
 from qerl.models.decoder import Attend, Layer, RowContext, RunLayer, run_layer
-from qerl.models.linear import QuantLinear, holding, repeating
+from qerl.models.linear_pass import LinearPass
 
 
 class OnDevice:
@@ -56,12 +56,18 @@ class _Call:
 
     def run(self, h_TD: Tensor) -> Tensor:
         """Call the layer without a gradient; it may write its result over its input."""
-        if num_chunks(self.layer, len(h_TD)) == 1:
+        if not self.is_chunked(h_TD):
             return self(h_TD)
         return feed_forward(self.layer, self.mix(h_TD), self.context, self.layer_index)
 
     def mix(self, h_TD: Tensor) -> Tensor:
         return self.layer.mix(h_TD, self.context, self.layer_index, self.attend)
+
+    def is_chunked(self, h_TD: Tensor) -> bool:
+        return num_chunks(self.layer, len(h_TD), self.context.linear_pass) > 1
+
+    def within(self, linear_pass: LinearPass) -> "_Call":
+        return dataclasses.replace(self, context=self.context._replace(linear_pass=linear_pass))
 
 
 def checkpoint_layers(kept: OnDevice | OnHost) -> RunLayer:
@@ -90,12 +96,9 @@ class _CheckpointedLayer(torch.autograd.Function):
         call, wanted = ctx.call, ctx.needs_input_grad[1:]
         h_TD = call.kept.take(call.layer_index).requires_grad_(wanted[0])
         masters = [x for x, is_wanted in zip(call.layer.parameters(), wanted[1:], strict=True) if is_wanted]
-        linears = [module for module in call.layer.modules() if isinstance(module, QuantLinear)]
-        is_chunked = num_chunks(call.layer, len(h_TD)) > 1
-        held = holding(mlp_linears(call.layer) if is_chunked else [])
-        with held, torch.enable_grad(), repeating(linears, unread=call.layer.unread):
-            find = _gradients_by_chunks if is_chunked else _gradients
-            dh_TD, *found = find(call, h_TD, masters, dy_TD)
+        find = _gradients_by_chunks if call.is_chunked(h_TD) else _gradients
+        with torch.enable_grad(), call.context.linear_pass.repeating() as linear_pass:
+            dh_TD, *found = find(call.within(linear_pass), h_TD, masters, dy_TD)
         gradients = iter(found)
         return None, dh_TD, *(next(gradients) if is_wanted else None for is_wanted in wanted[1:])
 

@@ -22,20 +22,20 @@ from torch import Tensor
 from qerl.formats import FP8Flow
 from qerl.kernels.pointwise.matmul_fp32 import row_chunks
 from qerl.models.decoder import Layer, RowContext
-from qerl.models.linear import QuantLinear, holding
+from qerl.models.linear import QuantLinear
+from qerl.models.linear_pass import LinearPass
 from qerl.models.mlp import MLP
 
 
-def num_chunks(layer: Layer, num_rows: int) -> int:
+def num_chunks(layer: Layer, num_rows: int, linear_pass: LinearPass) -> int:
     """Return the number of chunks of the layer's MLP; 1: all rows at once."""
-    linears = mlp_linears(layer)
-    if not isinstance(layer.mlp, MLP) or any(map(_needs_all_rows, linears)):
+    if not isinstance(layer.mlp, MLP) or any(_needs_all_rows(x, linear_pass) for x in mlp_linears(layer)):
         return 1
     return max(len(row_chunks(num_rows)), 1)
 
 
-def _needs_all_rows(linear: QuantLinear) -> bool:
-    return linear.full is not None or linear.dropout is not None or isinstance(linear.weight, FP8Flow)
+def _needs_all_rows(linear: QuantLinear, linear_pass: LinearPass) -> bool:
+    return linear.full is not None or linear in linear_pass.dropout or isinstance(linear.weight, FP8Flow)
 
 
 def mlp_linears(layer: Layer) -> list[QuantLinear]:
@@ -44,9 +44,9 @@ def mlp_linears(layer: Layer) -> list[QuantLinear]:
 
 def feed_forward(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int) -> Tensor:
     """Return layer.feed of all rows in the place of h, without a gradient."""
-    with holding(mlp_linears(layer)):
+    with context.linear_pass.holding() as linear_pass:
         for some in row_chunks(len(h_TD)):
-            h_TD[some] = layer.feed(h_TD[some], _context_of(context, some), layer_index)
+            h_TD[some] = layer.feed(h_TD[some], _context_of(context, some, linear_pass), layer_index)
     return h_TD
 
 
@@ -61,16 +61,18 @@ def feed_backward(
     """Return the gradients in h and in each master of layer.feed."""
     dh_TD = torch.empty_like(h_TD)
     sums: list[Tensor | None] = [None] * len(masters)
-    for some in reversed(row_chunks(len(h_TD))):
-        h_CD = h_TD[some].detach().requires_grad_()
-        with torch.enable_grad():
-            y_CD = layer.feed(h_CD, _context_of(context, some), layer_index)
-        dh_TD[some], *found = torch.autograd.grad(y_CD, [h_CD, *masters], dy_TD[some], allow_unused=True)
-        sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
+    with context.linear_pass.holding() as linear_pass:
+        for some in reversed(row_chunks(len(h_TD))):
+            h_CD = h_TD[some].detach().requires_grad_()
+            with torch.enable_grad():
+                y_CD = layer.feed(h_CD, _context_of(context, some, linear_pass), layer_index)
+            dh_TD[some], *found = torch.autograd.grad(y_CD, [h_CD, *masters], dy_TD[some], allow_unused=True)
+            sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
     return dh_TD, sums
 
 
-def _context_of(context: RowContext, rows: slice) -> RowContext:
+def _context_of(context: RowContext, rows: slice, linear_pass: LinearPass) -> RowContext:
     """Return what feed reads of the context, for these rows."""
     noise_rows_T = context.noise_rows_T
-    return context._replace(noise_rows_T=None if noise_rows_T is None else noise_rows_T[rows])
+    noise_rows_C = None if noise_rows_T is None else noise_rows_T[rows]
+    return context._replace(noise_rows_T=noise_rows_C, linear_pass=linear_pass)

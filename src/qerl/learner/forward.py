@@ -4,7 +4,7 @@ DecoderForward       our decoder: packed rows, chunks of logits (kernels/head/lo
 TransformersForward  padded_forward.py: transformers' model, a padded row for each sample
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,11 +17,15 @@ from qerl.learner.packing import PackedBatch
 from qerl.learner.padded_forward import TransformersForward
 from qerl.learner.router_replay import RouterReplay, RoutingReading
 from qerl.models.decoder import Decoder
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.policy_model import PolicyModel
 from qerl.models.transformers_backend.transformers_model import TransformersModel
 
-LearnerForward = Callable[[PackedBatch], tuple[Tensor, Tensor]]
-"""Return (logprob_C, entropy_C) of the sampled tokens; only the logprobs have a gradient."""
+
+class LearnerForward(Protocol):
+    def __call__(self, batch: PackedBatch, linear_pass: LinearPass = PLAIN) -> tuple[Tensor, Tensor]:
+        """Return (logprob_C, entropy_C) of the sampled tokens; only the logprobs have a gradient."""
+        ...
 
 
 def forward_of(model: PolicyModel, config: RunConfig) -> LearnerForward:
@@ -38,10 +42,10 @@ class DecoderForward:
         self._run_layer = RECOMPUTE[config.learn.gradient_checkpointing](decoder.device)
         self._replay: RouterReplay | None = None  # of the latest pass of a mixture
 
-    def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: PackedBatch, linear_pass: LinearPass = PLAIN) -> tuple[Tensor, Tensor]:
         head = self.head()
         return chunked_logprob(
-            self.hidden(batch),
+            self.hidden(batch, linear_pass),
             head.operand,
             batch.targets_C,
             rows_C=batch.source_rows_C,
@@ -51,13 +55,13 @@ class DecoderForward:
             mask=batch.mask,
         )
 
-    def hidden(self, batch: PackedBatch) -> Tensor:
+    def hidden(self, batch: PackedBatch, linear_pass: LinearPass) -> Tensor:
         architecture, self._replay, known = self._decoder.architecture, None, None
         if architecture.mixture is not None:
             is_replayed = self._config.algo.router_replay
             self._replay = RouterReplay(architecture, batch.routes_T, is_replayed=is_replayed)
             known = self._replay.rows_by_layer()
-        return packed_hidden(self._decoder, batch, self._run_layer(), self._replay, known)
+        return packed_hidden(self._decoder, batch, self._run_layer(), self._replay, known, linear_pass)
 
     def routing(self) -> RoutingReading | None:
         """Return what the latest pass did with the routes; None without a mixture."""

@@ -21,6 +21,8 @@ With several ranks each learns from its part of the groups. Gradients are summed
 every rank makes the same update to its copy of the masters (tests/training/test_distributed.py).
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,7 +35,7 @@ from qerl.algo.loss import LOSSES
 from qerl.config import AlgoConfig, RunConfig
 from qerl.errors import RunError, UserError
 from qerl.kernels.head.divergence import chunked_divergence
-from qerl.learner.backward import set_backward
+from qerl.learner.backward import check_backward
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.learner.forward import DecoderForward, forward_of
 from qerl.learner.lr_schedule import learning_rate
@@ -52,8 +54,8 @@ from qerl.learner.minibatch import Minibatch, MinibatchPart, split
 from qerl.learner.oom_retry import OomRetry
 from qerl.learner.optimizer import load_state, new_optimizer, state_of, step_if
 from qerl.learner.packing import PackedBatch
-from qerl.models.linear import holding
-from qerl.models.peft.adapter import adapter_off, adapter_tensors, dropping_inputs, load_adapter, publish
+from qerl.models.linear_pass import LinearPass
+from qerl.models.peft.adapter import adapter_off, adapter_tensors, dropout_of, load_adapter, publish
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Group
 
@@ -93,7 +95,8 @@ class Learner:
             raise UserError(
                 "algo.beta needs a frozen reference policy; adapter.kind full has none: set it to 0"
             )
-        set_backward(decoder, config)
+        check_backward(decoder, config)
+        self._linear_pass = LinearPass(backward=config.learn.backward)
         self._loss = LOSSES[config.algo.loss_type]
         self._optimizer = new_optimizer(self._masters, config.learn)
         self._forward = forward_of(decoder, config)
@@ -176,9 +179,13 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         known = [None] * len(batches) if before is None else regrouped(before, batches)
         exact = divided(exact_C, batches)
-        linears = [linear for _, linear in self.decoder.linears()]
-        with holding(linears if self._is_holding(batches) else []):
-            return [self._learn(i, *each) for i, each in enumerate(zip(batches, exact, known, strict=True))]
+        learn = self._backward_divergence if self.config.distil.is_divergence else self._backward
+        plain = self._linear_pass
+        with plain.holding() if self._is_holding(batches) else contextlib.nullcontext(plain) as linear_pass:
+            return [
+                learn(*each, self._with_dropout(linear_pass, index))
+                for index, each in enumerate(zip(batches, exact, known, strict=True))
+            ]
 
     def _is_holding(self, batches: Sequence[PackedBatch]) -> bool:
         return self.holds_operands and len(batches) > 1
@@ -189,24 +196,22 @@ class Learner:
         self.holds_operands = False
         return "operands are now unpacked for each product"
 
-    def _learn(
-        self, index: int, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None
-    ) -> MinibatchMetrics:
-        """Add the batch's gradient to the masters' grad. Without `before` this pass also gives the first
-        logprobs. index: of the batch in its update, for the dropout's masks."""
+    def _with_dropout(self, linear_pass: LinearPass, index: int) -> LinearPass:
+        """Return the pass with the masks of the update's batch of this index."""
         at = self.config.seed, _DROPOUT, self.version, index
-        learn = self._backward_divergence if self.config.distil.is_divergence else self._backward
-        with dropping_inputs(self.decoder, self.config.adapter.dropout, *at):
-            return learn(batch, exact_C, before)
+        dropout = dropout_of(self.decoder, self.config.adapter.dropout, *at)
+        return dataclasses.replace(linear_pass, dropout=dropout)
 
     def _backward(
-        self, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None
+        self, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None, linear_pass: LinearPass
     ) -> MinibatchMetrics:
+        """Add the batch's gradient to the masters' grad. Without `before` this pass also gives the first
+        logprobs."""
         algo = self.config.algo
-        own_C, entropy_C = self._forward(batch)
+        own_C, entropy_C = self._forward(batch, linear_pass)
         # own_C - own_C.detach() is 0, so the value is exact_C to the bit
         logprob_C = own_C if exact_C is None else exact_C + (own_C - own_C.detach())
-        before = before or self._reading(batch, exact_C, own_C.detach(), entropy_C)
+        before = before or self._reading(batch, exact_C, own_C.detach(), entropy_C, linear_pass)
         correction = correct(before.logprob_C, batch.sampler_logprobs_C, batch.spans, algo)
         advantages_C = batch.advantages_C
         if batch.teacher is not None:  # distillation: minus the reverse KL, token by token
@@ -251,7 +256,7 @@ class Learner:
         return grads
 
     def _backward_divergence(
-        self, batch: PackedBatch, exact_C: Tensor | None, known: BatchMetrics | None
+        self, batch: PackedBatch, exact_C: Tensor | None, known: BatchMetrics | None, linear_pass: LinearPass
     ) -> MinibatchMetrics:
         """Add the gradient of the divergence from the teacher, whose tokens need no correction."""
         forward = self._forward
@@ -259,7 +264,7 @@ class Learner:
         ids_CK, outcomes_CX = batch.teacher.ids_CK, batch.teacher.outcomes_CX
         assert ids_CK is not None and outcomes_CX is not None
         divergence_C, own_C, entropy_C = chunked_divergence(
-            forward.hidden(batch),
+            forward.hidden(batch, linear_pass),
             batch.source_rows_C,
             batch.targets_C,
             ids_CK,
@@ -268,7 +273,7 @@ class Learner:
             forward.head(),
             least=LEAST_LOGPROB,
         )
-        before = known or self._reading(batch, exact_C, own_C, entropy_C)
+        before = known or self._reading(batch, exact_C, own_C, entropy_C, linear_pass)
         loss = (batch.weights_C * divergence_C).sum()
         loss.backward()
         return MinibatchMetrics(
@@ -285,20 +290,25 @@ class Learner:
         exact_C = self._exact(part)
 
         def read_all(batches: Sequence[PackedBatch]) -> list[BatchMetrics]:
-            pairs = zip(batches, divided(exact_C, batches), strict=True)
-            return [self._reading(batch, exact_C, *self._forward(batch)) for batch, exact_C in pairs]
+            pairs, plain = zip(batches, divided(exact_C, batches), strict=True), self._linear_pass
+            return [self._reading(batch, each, *self._forward(batch, plain), plain) for batch, each in pairs]
 
         return self._oom_retry.run(part, read_all)
 
     @torch.no_grad()
     def _reading(
-        self, batch: PackedBatch, exact_C: Tensor | None, own_C: Tensor, entropy_C: Tensor
+        self,
+        batch: PackedBatch,
+        exact_C: Tensor | None,
+        own_C: Tensor,
+        entropy_C: Tensor,
+        linear_pass: LinearPass,
     ) -> BatchMetrics:
         reference_C, forward = None, self._forward
         routing = forward.routing() if isinstance(forward, DecoderForward) else None
         if self.config.algo.beta > 0:
             with adapter_off(self.decoder):
-                reference_C = self._forward(batch)[0]
+                reference_C = self._forward(batch, linear_pass)[0]
         return BatchMetrics(
             batch=batch,
             logprob_C=own_C if exact_C is None else exact_C,

@@ -11,6 +11,7 @@ from qerl.kernels.runtime.gpu_memory import sent
 from qerl.learner.packing import PackedBatch
 from qerl.models.decoder import Decoder, RunLayer, run_layer
 from qerl.models.delta_net import recur_over
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.mixture import Route, RowsByLayer
 
 
@@ -20,6 +21,7 @@ def packed_hidden(
     run_layer: RunLayer = run_layer,
     route: Route | None = None,
     rows_by_layer: RowsByLayer | None = None,
+    linear_pass: LinearPass = PLAIN,
 ) -> Tensor:
     """Return hidden_TD of the batch's rows; hidden_TD[source_rows_C] predict its targets. route, and what it
     is known to choose: of a mixture of experts."""
@@ -29,7 +31,7 @@ def packed_hidden(
 
     recur = recur_over(batch.trees, decoder.device)
     noise_rows_T = _noise_rows(decoder, batch)
-    rows = noise_rows_T, recur, route, None, rows_by_layer
+    rows = noise_rows_T, recur, route, None, rows_by_layer, linear_pass
     return decoder(batch.tokens_T, batch.positions_T, attend, run_layer, *rows)
 
 

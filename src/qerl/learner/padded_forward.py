@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qerl.config import RunConfig
 from qerl.learner.packing import PackedBatch
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.transformers_backend.transformers_model import TransformersModel
 
 
@@ -26,12 +27,13 @@ class TransformersForward:
         if config.learn.gradient_checkpointing == "layer":
             model.checkpoint_layers()
 
-    def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: PackedBatch, linear_pass: LinearPass = PLAIN) -> tuple[Tensor, Tensor]:
         """Return (logprob_C, entropy_C) of the sampled tokens."""
         tokens_ST, samples_C, positions_C = _padded(batch)
         first = int(positions_C.min()) if self._keeps_logits else 0
         kept = {"logits_to_keep": tokens_ST.shape[1] - first} if self._keeps_logits else {}
-        logits_STV = self._model.model(tokens_ST, use_cache=False, **kept).logits
+        with self._model.running.within(linear_pass):
+            logits_STV = self._model.model(tokens_ST, use_cache=False, **kept).logits
         logits_CV = logits_STV[samples_C, positions_C - first].float()
         if batch.mask is not None:
             batch.mask.fill_(logits_CV, 0)

@@ -19,7 +19,7 @@ def pass_kernels(decoder: Decoder, *, chunk_tokens: int) -> list[KernelVariant]:
     """Return the kernels of a forward pass and of one with its backward pass. Attention is PyTorch's, but for
     the sum of a prompt's gradients.
 
-    decoder: without memory (models/outline.py), of layers with dense MLPs; none are listed for others.
+    decoder: without memory (models/meta_decoder.py), of layers with dense MLPs; none are listed for others.
     chunk_tokens: learn.logprob_chunk_tokens.
     """
     if any(kind.mlp != "dense" for kind in decoder.architecture.kinds):

@@ -34,6 +34,7 @@ from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, layer_spec
 from qerl.models.linear import QuantLinear
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.lm_head import LMHead
 from qerl.models.mixture import ExpertLinear, MixtureMLP, Route, RowsByLayer
 from qerl.models.mlp import MLP, linears_of
@@ -61,6 +62,8 @@ class RowContext(NamedTuple):
     rows_by_layer: RowsByLayer
     """The routes of layers that the host knows. Layers that run add theirs: one that runs again for its
     backward pass has the same routes, and neither asks the device nor sorts again."""
+    linear_pass: LinearPass
+    """The state of linears in this pass."""
 
 
 RunLayer = Callable[["Layer", Tensor, RowContext, int, Attend], Tensor]
@@ -77,12 +80,7 @@ class EmbeddingTable(nn.Module):
 
 class Attention(nn.Module):
     def __init__(
-        self,
-        arch: Architecture,
-        spec: LayerSpec,
-        kind: LayerKind,
-        compute: torch.dtype,
-        device: torch.device,
+        self, arch: Architecture, spec: LayerSpec, kind: LayerKind, compute: torch.dtype, device: torch.device
     ):
         super().__init__()
         self.head_size, self.rope = arch.kv_heads(kind).size, kind.rope
@@ -92,10 +90,7 @@ class Attention(nn.Module):
         sinks = torch.empty(arch.num_heads, dtype=torch.float32, device=device)
         self.register_buffer("sinks", sinks if arch.attention_sinks else None)
         self.options = AttentionOptions(
-            scale=arch.attention_scale,
-            softcap=arch.attention_softcap,
-            window=kind.window,
-            sinks_N=self.sinks,
+            scale=arch.attention_scale, softcap=arch.attention_softcap, window=kind.window, sinks_N=self.sinks
         )
         self.q_proj, self.k_proj, *v_proj = linears_of(spec.qkv, compute, device)
         self.v_proj = v_proj[0] if v_proj else None
@@ -112,15 +107,15 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
-    def forward(self, x_TD: Tensor, angles: dict[str, Angles], layer_index: int, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
         """Return the heads' outputs side by side, which o_proj multiplies."""
-        q_TN, k_TK, *v_TK = project(x_TD, self.qkv_projs, gaps_are_free=True)
+        q_TN, k_TK, *v_TK = project(x_TD, self.qkv_projs, context.linear_pass, gaps_are_free=True)
         gate_TN = None
         if self._is_gated:
             q_TN, gate_TN = (
                 part.flatten(1) for part in q_TN.unflatten(1, (-1, 2 * self.head_size)).chunk(2, 2)
             )
-        turn = None if self.rope == "none" else angles[self.rope]
+        turn = None if self.rope == "none" else context.angles[self.rope]
         if v_TK and turn is not None and self._turns_plain_heads(turn):
             norms = self._head_norms
             q_TNH, k_TKH, v_TKH = turned_heads(q_TN, k_TK, v_TK[0], norms, turn.cosine_T1H, turn.sine_T1H)
@@ -190,34 +185,36 @@ class Layer(nn.Module):
 
     def mix(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
         """Return h after attention, or what is in its place: the part that reads other rows."""
-        angles, noise_rows_T, recur, *_ = context
-        norms, mixer = self.norms, self.mixer
-        x_TD, h_TD = self._before(norms.before_attention, h_TD, noise_rows_T, mixer.qkv_projs)
+        norms, mixer, linear_pass = self.norms, self.mixer, context.linear_pass
+        x_TD, h_TD = self._before(norms.before_attention, h_TD, context.noise_rows_T, mixer.qkv_projs)
         if isinstance(mixer, Attention):
-            o_TC = mixer(x_TD, angles, layer_index, attend)
+            o_TC = mixer(x_TD, context, layer_index, attend)
         else:
-            assert recur is not None, "this pass has no function for recurrent states"
-            o_TC = mixer(x_TD, layer_index, recur)
-        return self._add(h_TD, o_TC, mixer.o_proj, norms.after_attention, noise_rows_T)
+            assert context.recur is not None, "this pass has no function for recurrent states"
+            o_TC = mixer(x_TD, layer_index, context.recur, linear_pass)
+        return self._add(h_TD, o_TC, mixer.o_proj, norms.after_attention, context.noise_rows_T, linear_pass)
 
     def feed(self, h_TD: Tensor, context: RowContext, layer_index: int) -> Tensor:
         """Return h after the MLP or the experts, each row from itself alone."""
-        _, noise_rows_T, _, route, expert_rows, rows_by_layer = context
+        _, noise_rows_T, _, *routing, linear_pass = context
         norms, mlp = self.norms, self.mlp
         if isinstance(mlp, MixtureMLP):
             assert norms.before_mlp is not None
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
             router_x_TD = x_TD if plain_TD is None else plain_TD
-            given = x_TD, router_x_TD, layer_index, route, expert_rows, rows_by_layer
-            if self._adds_mlp_unchanged:
+            given = x_TD, router_x_TD, layer_index, *routing, linear_pass
+            if norms.after_mlp is None and self._residual_scale == 1:
                 h_TD = mlp(*given, onto_TD=h_TD)
             else:
                 h_TD = self._add_normed(h_TD, mlp(*given), norms.after_mlp, noise_rows_T)
         else:
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
-            y_TF = mlp(x_TD)
-            h_TD = self._add(h_TD, y_TF, mlp.down_proj, norms.after_mlp, noise_rows_T, gaps_are_free=True)
+            y_TF = mlp(x_TD, linear_pass)
+            last = linear_pass.without_output if norms.after_mlp is None else linear_pass
+            h_TD = self._add(
+                h_TD, y_TF, mlp.down_proj, norms.after_mlp, noise_rows_T, last, gaps_are_free=True
+            )
         return h_TD if self.layer_scalar is None else h_TD.mul_(self.layer_scalar)
 
     def _before(
@@ -236,13 +233,14 @@ class Layer(nn.Module):
         linear: QuantLinear,
         norm: str | None,
         noise_rows_T: Tensor | None,
+        linear_pass: LinearPass,
         *,
         gaps_are_free: bool = False,
     ) -> Tensor:
         """Return h plus the product, normed and scaled as the family does; h is overwritten."""
         if norm is None and self._residual_scale == 1:
-            return project_onto(h_TD, x_TK, linear, gaps_are_free=gaps_are_free)
-        (y_TD,) = project(x_TK, (linear,), gaps_are_free=gaps_are_free)
+            return project_onto(h_TD, x_TK, linear, linear_pass, gaps_are_free=gaps_are_free)
+        (y_TD,) = project(x_TK, (linear,), linear_pass, gaps_are_free=gaps_are_free)
         return self._add_normed(h_TD, y_TD, norm, noise_rows_T)
 
     def _add_normed(
@@ -256,17 +254,6 @@ class Layer(nn.Module):
     @property
     def mixer(self) -> Attention | GatedDeltaNet:
         return self.self_attn if self.spec.kind.mixer == "attention" else self.linear_attn
-
-    @property
-    def _adds_mlp_unchanged(self) -> bool:
-        return self.norms.after_mlp is None and self._residual_scale == 1
-
-    @property
-    def unread(self) -> QuantLinear | MixtureMLP | None:
-        """The last linear or the experts, if no backward pass reads their result; None if a norm does."""
-        if isinstance(self.mlp, MLP):
-            return self.mlp.down_proj if self.norms.after_mlp is None else None
-        return self.mlp if self._adds_mlp_unchanged else None
 
     @property
     def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:
@@ -314,11 +301,9 @@ class Decoder(nn.Module):
         self.embed_tokens = EmbeddingTable(arch.vocab_size, arch.width, compute, device)
         self.layers = nn.ModuleList(Layer(arch, i, compute, device) for i in range(arch.num_layers))
         self.norm = RMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
-        table = (
-            self.embed_tokens
-            if arch.tied_head
-            else EmbeddingTable(arch.vocab_size, arch.width, compute, device)
-        )
+        table = self.embed_tokens
+        if not arch.tied_head:
+            table = EmbeddingTable(arch.vocab_size, arch.width, compute, device)
         self.lm_head = LMHead(table.weight, scale=arch.logit_scale, softcap=arch.logit_softcap)
         # rounded, as the models that scale it were trained
         self.embedding_scale = torch.tensor(arch.embedding_scale, dtype=compute).item()
@@ -340,13 +325,14 @@ class Decoder(nn.Module):
         route: Route | None = None,
         expert_rows: int | None = None,
         rows_by_layer: RowsByLayer | None = None,
+        linear_pass: LinearPass = PLAIN,
     ) -> Tensor:
         """Return hidden_TD after the final norm, in the compute dtype. `run_layer` calls each layer;
         noise_rows_T are rows of noise_table, int32, or None; recur is needed if layers have states; route
-        may choose experts; expert_rows, rows_by_layer: of RowContext."""
+        may choose experts; expert_rows, rows_by_layer, linear_pass: of RowContext."""
         angles = {name: angles_of(rope, positions_T, f) for name, (rope, f) in self._ropes.items()}
         known = {} if rows_by_layer is None else rows_by_layer
-        context = RowContext(angles, noise_rows_T, recur, route, expert_rows, known)
+        context = RowContext(angles, noise_rows_T, recur, route, expert_rows, known, linear_pass)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         if self.embedding_scale != 1:
             h_TD.mul_(self.embedding_scale)

@@ -21,6 +21,7 @@ from qerl.kernels.delta_net.gated_delta_net import DeltaInputs, DeltaShape, Tree
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LayerSpec
 from qerl.models.linear import QuantLinear
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project
 from qerl.types import Tree
@@ -61,9 +62,11 @@ class GatedDeltaNet(nn.Module):
             self.register_buffer(name, torch.empty(shape.num_value_heads, device=device))
         self.norm = RMSNorm(shape.value_size, arch.norm_eps, compute=compute, device=device)
 
-    def forward(self, x_TD: Tensor, layer_index: int, recur: Recur) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, layer_index: int, recur: Recur, linear_pass: LinearPass = PLAIN
+    ) -> Tensor:
         """Return y_TC, the heads' outputs side by side, which out_proj multiplies."""
-        parts = project(x_TD, self.qkv_projs, gaps_are_free=True)
+        parts = project(x_TD, self.qkv_projs, linear_pass, gaps_are_free=True)
         qkv_TC, z_TC, b_TN, a_TN = self._from_heads(*parts) if self._is_by_head else parts
         log_decay_TN = -self.A_log.exp() * F.softplus(a_TN.float() + self.dt_bias)
         beta_TN = b_TN.float().sigmoid()

@@ -263,10 +263,7 @@ def _delta_net(a: Architecture, kind: LayerKind) -> _Mixer:
         "in_proj_a": shape.num_value_heads,
     }
     if a.delta_projections == "by_head":
-        parts = {
-            "in_proj_qkvz": shape.channels + shape.value_width,
-            "in_proj_ba": 2 * shape.num_value_heads,
-        }
+        parts = {"in_proj_qkvz": shape.channels + shape.value_width, "in_proj_ba": 2 * shape.num_value_heads}
     other_shapes = {
         f"{block}.conv1d.weight": (shape.channels, 1, shape.num_taps),
         f"{block}.A_log": (shape.num_value_heads,),

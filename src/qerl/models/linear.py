@@ -7,10 +7,8 @@ the compute dtype (`a_work`, `b_work`), which are multiplied. Only `publish` cop
 After `learn_weight` the weight has an fp32 master too, `full`, and is its own working copy.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +19,7 @@ from qerl.kernels.linear.full_linear import full_linear
 from qerl.kernels.linear.int8_codes import Rotation
 from qerl.kernels.linear.lora_dropout import dropped_lora
 from qerl.kernels.linear.lora_linear import Adapter, lora_linear
-
-
-class OperandCache:
-    """Unpacked operands: held for every product from the first on, or for one product after the first."""
-
-    def __init__(self, *, is_held: bool):
-        self.is_held = is_held
-        self._operands: dict[int, Tensor] = {}
-
-    def of(self, owner: object, unpack: Callable[[], Tensor]) -> Tensor:
-        operand = self._operands.get(id(owner))
-        if operand is None:
-            self._operands[id(owner)] = operand = unpack()
-        elif not self.is_held:
-            del self._operands[id(owner)]
-        return operand
+from qerl.models.linear_pass import PLAIN, LinearPass, OperandCache
 
 
 class OperandGroup(Protocol):
@@ -48,11 +31,6 @@ class OperandGroup(Protocol):
     def operand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Return W [sum N, K]; it is in `out` if given, or keeps the adapters' b behind its rows."""
         ...
-
-
-class Readable(Protocol):
-    is_read: bool
-    """False if only gradients are needed, not the result."""
 
 
 class QuantLinear(nn.Module):
@@ -77,21 +55,11 @@ class QuantLinear(nn.Module):
         self.b_fused: Tensor | None = None
         """The place of b_work behind the rows of a fused BF16 weight."""
         self._operand: Tensor | None = None
-        self.dropout: tuple[float, int] | None = None
-        """(rate, seed) of the dropout on the adapter's input, inside `dropping_inputs` (adapter.py)."""
-        self.unpacked: OperandCache | None = None
-        """Cache of operands for the next product, inside `repeating` and `holding`."""
-        self.backward: Literal["bf16", "int8"] = "bf16"
-        """Numbers of the products of its backward pass, where its kernels have them (learn.backward)."""
         self.rotations: dict[bool, tuple[OperandGroup, Rotation]] = {}
         """By `along_k`: its fused weight, and the factors of that in int8 once known (rotated_weight.py)."""
-        self.is_repeated = False
-        """True inside `repeating`: only gradients are needed."""
-        self.is_alone = False
+        self.skips_group = False
         """True if it multiplies for itself, because its place among fused weights is of another adapter's
         rank."""
-        self.is_read = True
-        """False if only gradients are needed, not the result."""
         self.alpha: float | Tensor = 1.0
         """The factor that the operand leaves out."""
 
@@ -113,26 +81,26 @@ class QuantLinear(nn.Module):
         """fp32 for FP8Flow: in bf16 the product of code and scale would be rounded."""
         return torch.float32 if isinstance(self.weight, FP8Flow) else self.compute
 
-    def operand(self) -> Tensor:
-        """Return the matrix [N, K] to multiply by, in the compute dtype (FP8Flow: fp32), without alpha."""
+    def operand(self, operands: OperandCache | None = None) -> Tensor:
+        """Return the matrix [N, K] to multiply by, in the compute dtype (FP8Flow: fp32), without alpha.
+        operands: has it for further products, unless it is resident."""
         assert self.weight is not None, "no weight was loaded"
         if self._operand is not None:
             return self._operand
         unpack = functools.partial(self.weight.operand, self._operand_dtype)
-        return unpack() if self.unpacked is None else self.unpacked.of(self, unpack)
+        return unpack() if operands is None else operands.of(self, unpack)
 
     @property
     def is_resident(self) -> bool:
         return self._operand is not None
 
-    @property
-    def is_unfused(self) -> bool:
-        """True if it must multiply for itself: its weight is trained, inputs of its adapter are dropped, or a
-        hook wants to see its input (calibration), which a fused product would pass by; or it is alone."""
+    def is_unfused(self, linear_pass: LinearPass) -> bool:
+        """True if it must multiply for itself: it skips its group, its weight is trained, its adapter's input
+        is dropped, or a hook wants to see its input (calibration), which a fused product would pass by."""
         return (
-            self.is_alone
+            self.skips_group
             or self.full is not None
-            or self.dropout is not None
+            or self in linear_pass.dropout
             or bool(self._forward_pre_hooks)
         )
 
@@ -185,58 +153,22 @@ class QuantLinear(nn.Module):
             return None
         return Adapter(self.lora_A, self.lora_B, self.a_work, self.b_work, self.scaling)
 
-    def frozen(self, x_TK: Tensor) -> Tensor:
+    def frozen(self, x_TK: Tensor, linear_pass: LinearPass = PLAIN) -> Tensor:
         """Return y without the adapter."""
-        return self._product(x_TK, None)
+        return self._product(x_TK, None, linear_pass)
 
-    def forward(self, x_TK: Tensor) -> Tensor:
+    def forward(self, x_TK: Tensor, linear_pass: LinearPass = PLAIN) -> Tensor:
         if self.full is not None:
-            return full_linear(x_TK, self.operand(), self.full, self.bias)
-        if self.dropout is None or self.adapter is None:
-            return self._product(x_TK, self.adapter)
-        rate, seed = self.dropout
-        return self.frozen(x_TK) + dropped_lora(x_TK, *self.adapter, rate=rate, seed=seed)
+            return full_linear(x_TK, self.operand(linear_pass.operands), self.full, self.bias)
+        dropout = linear_pass.dropout.get(self)
+        if dropout is None or self.adapter is None:
+            return self._product(x_TK, self.adapter, linear_pass)
+        rate, seed = dropout
+        return self.frozen(x_TK, linear_pass) + dropped_lora(x_TK, *self.adapter, rate=rate, seed=seed)
 
-    def _product(self, x_TK: Tensor, adapter: Adapter | None) -> Tensor:
+    def _product(self, x_TK: Tensor, adapter: Adapter | None, linear_pass: LinearPass) -> Tensor:
+        needed = linear_pass.needs_output
         if isinstance(self.weight, FP8Flow):
-            return fp8_linear(x_TK, self.weight, self._operand, adapter, self.bias, is_read=self.is_read)
-        return lora_linear(x_TK, self.operand, self.alpha, adapter, self.bias, is_read=self.is_read)
-
-
-@contextlib.contextmanager
-def repeating(linears: Iterable[QuantLinear], unread: Readable | None) -> Iterator[None]:
-    """Keep each unpacked operand for one more product: a forward pass is repeated, then its backward pass
-    follows. The result of `unread`, the last linear or experts, is skipped, if nothing reads it."""
-    linears = list(linears)
-    try:
-        if unread is not None:
-            unread.is_read = False
-        for linear in linears:
-            linear.is_repeated = True
-        with _leaving_operands(linears, OperandCache(is_held=False)):
-            yield
-    finally:
-        for linear in linears:
-            linear.is_repeated = False
-        if unread is not None:
-            unread.is_read = True
-
-
-@contextlib.contextmanager
-def holding(linears: Iterable[QuantLinear]) -> Iterator[None]:
-    """Unpack every operand only once inside; the first product of each must have its adapter on."""
-    with _leaving_operands(linears, OperandCache(is_held=True)):
-        yield
-
-
-@contextlib.contextmanager
-def _leaving_operands(linears: Iterable[QuantLinear], unpacked: OperandCache) -> Iterator[None]:
-    """Linears that are held already stay held."""
-    linears = [linear for linear in linears if linear.unpacked is None]
-    try:
-        for linear in linears:
-            linear.unpacked = unpacked
-        yield
-    finally:
-        for linear in linears:
-            linear.unpacked = None
+            return fp8_linear(x_TK, self.weight, self._operand, adapter, self.bias, needs_output=needed)
+        operand = functools.partial(self.operand, linear_pass.operands)
+        return lora_linear(x_TK, operand, self.alpha, adapter, self.bias, needs_output=needed)

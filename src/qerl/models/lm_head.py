@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from qerl.errors import UserError
 from qerl.formats import FP8, NVFP4, PackedWeight
-from qerl.formats.fp8 import BLOCK as FP8_BLOCK
 from qerl.formats.nvfp4 import BLOCK_WEIGHTS as NVFP4_BLOCK
 from qerl.kernels.head.head_operand import HeadOperand, PackedOperand
 from qerl.kernels.head.head_sample import WIDTH_MULTIPLE
@@ -28,6 +27,7 @@ from qerl.kernels.pointwise.matmul_fp32 import product
 from qerl.kernels.tiles import tile_unpack
 from qerl.kernels.tiles.nvfp4_decode import TILE_ROWS
 from qerl.kernels.tiles.tile_unpack import UnpackRows
+from qerl.models.checkpoint.layouts.rows import cut_rows
 from qerl.models.device import has_tile_kernels
 from qerl.models.packed_linear import PackedNVFP4, tile_group
 
@@ -135,14 +135,12 @@ class LMHead(nn.Module):
 
 def _operand_rows(weight: PackedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
     """Unpack some rows with the zeros at their ends."""
-    if isinstance(weight, FP8):
-        blocks = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
-        return FP8(weight.codes[rows], weight.scales[blocks]).operand(dtype)
     if isinstance(weight, PackedNVFP4):
         tiles = weight.group.tiles[rows.start // TILE_ROWS : rows.stop // TILE_ROWS]
         return tile_unpack.unpack(tiles, UnpackRows.ALL, dtype)
-    assert isinstance(weight, NVFP4)
-    return NVFP4(weight.codes[rows], weight.scales[rows], weight.global_scale).operand(dtype)
+    part = cut_rows(weight, rows)
+    assert part is not None, "rows begin with a block"
+    return part.operand(dtype)
 
 
 def _padded(packed: PackedWeight) -> PackedWeight:

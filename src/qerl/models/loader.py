@@ -8,7 +8,6 @@ go into tiles: linears layer by layer (packed_linear.py), experts one by one (ti
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, PackedWeight
 from qerl.models.architecture import Architecture
+from qerl.models.checkpoint.encoding import SelectScales, default_scales, encode_group, encode_weight
 from qerl.models.checkpoint.source import Checkpoint, fitting_weight, layout_of, stored_weight
 from qerl.models.checkpoint.state_dict import (
     HEAD,
@@ -26,7 +26,6 @@ from qerl.models.checkpoint.state_dict import (
     tensor_shapes,
     unquantized_linears,
 )
-from qerl.models.compressed_tensors import SelectScales, default_scales, encode_group, encode_weights
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
 from qerl.models.expert_loading import load_experts
@@ -66,6 +65,10 @@ def build_decoder(
     _load_head(decoder.lm_head, packed_head, head)
     tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
     groups, plain = iter(linear_groups(architecture)), unquantized_linears(architecture)
+
+    def encode(weight_NK: Tensor) -> PackedWeight:
+        return encode_weight(weight_NK.to(device), FORMATS[format], scales)
+
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, Layer)
         for linears in layer.linear_groups:
@@ -75,7 +78,6 @@ def build_decoder(
             for name, weight in _weights(checkpoint, names, own_format, device, scales):
                 by_name[name].load_weight(weight)
         for experts, rows in zip(layer.experts, layer.expert_rows, strict=True):
-            encode = partial(_encode, kind=FORMATS[format], device=device, scales=scales)
             in_tiles = rows if tiled else None
             load_experts(experts, checkpoint, architecture, index, format, encode, in_tiles)
         if tiled:
@@ -85,13 +87,6 @@ def build_decoder(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # blocks that held only what was read and packed
     return decoder
-
-
-def _encode(
-    weight_NK: Tensor, kind: type[PackedWeight], device: torch.device, scales: SelectScales
-) -> PackedWeight:
-    (packed,) = encode_weights([weight_NK.to(device)], kind, scales)
-    return packed
 
 
 def _check_head(path: str, format: str, architecture: Architecture) -> None:
@@ -111,11 +106,7 @@ def _load_head(head: LMHead, packed: PackedWeight | None, format: str) -> None:
 
 
 def _weights(
-    checkpoint: Checkpoint,
-    group: tuple[str, ...],
-    format: str,
-    device: torch.device,
-    scales: SelectScales,
+    checkpoint: Checkpoint, group: tuple[str, ...], format: str, device: torch.device, scales: SelectScales
 ) -> Iterator[tuple[str, PackedWeight]]:
     """Yield the linears of a group with their weights, in no order."""
     if layout_of(checkpoint) is None:

@@ -27,6 +27,7 @@ from qerl.kernels.pointwise.swiglu import swiglu, swiglu_halves
 from qerl.models.architecture import Architecture, Mixture
 from qerl.models.layer_spec import ExpertSpec, LayerSpec
 from qerl.models.linear import QuantLinear
+from qerl.models.linear_pass import PLAIN, LinearPass
 
 Route = Callable[[int, Tensor], Tensor]
 """Function (layer_index, the router's own ids_TK) -> ids_TK that are used."""
@@ -161,8 +162,6 @@ class MixtureMLP(nn.Module):
         self.experts = Experts(mixture, spec, compute, device)
         self.reads_noise = True
         """False: the router reads the norm without AQN's noise."""
-        self.is_read = True
-        """False if only gradients are needed, not the sum onto onto_TD."""
 
     def forward(
         self,
@@ -172,26 +171,28 @@ class MixtureMLP(nn.Module):
         route: Route | None,
         expert_rows: int | None,
         rows_by_layer: RowsByLayer,
+        linear_pass: LinearPass = PLAIN,
         onto_TD: Tensor | None = None,
     ) -> Tensor:
         """Return y_TD in fp32; the router reads router_x, the experts x. expert_rows: rows of every product
         of an expert; None: those that it has. rows_by_layer: of this pass; this layer's are added. onto_TD:
         fp32, takes the sum and is returned."""
-        mixture, logits_TE = self.mixture, self._logits(router_x_TD, expert_rows)
+        mixture, logits_TE = self.mixture, self._logits(router_x_TD, expert_rows, linear_pass)
         chosen = self._chosen(logits_TE, layer_index, route, rows_by_layer)
         ids_TK, rows = chosen.ids_TK, chosen.rows
         weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
         x_SD = spread(x_TD, rows, mixture.num_chosen)
         y_SD = self.experts(x_SD, chosen, expert_rows)
-        return combine(y_SD, weights_TK, rows, onto_TD=onto_TD, is_read=self.is_read)
+        needed = linear_pass.without_output.needs_output
+        return combine(y_SD, weights_TK, rows, onto_TD=onto_TD, needs_output=needed)
 
-    def _logits(self, x_TD: Tensor, expert_rows: int | None) -> Tensor:
+    def _logits(self, x_TD: Tensor, expert_rows: int | None, linear_pass: LinearPass) -> Tensor:
         """Return the router's logits in fp32. On a GPU x and weights in bfloat16 are multiplied as they are,
         unless a row's bits must not depend on the number of rows."""
         router = self.router
-        is_plain = isinstance(router.weight, BF16) and router.rank == 0 and not router.is_unfused
+        is_plain = isinstance(router.weight, BF16) and router.rank == 0 and not router.is_unfused(linear_pass)
         if not (is_plain and expert_rows is None and x_TD.is_cuda and x_TD.dtype == torch.bfloat16):
-            return router(x_TD.float())
+            return router(x_TD.float(), linear_pass)
         assert router.weight is not None
         logits_TE = frozen_linear(x_TD, router.weight.operand(torch.bfloat16))
         return logits_TE if router.bias is None else logits_TE + router.bias

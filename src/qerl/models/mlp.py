@@ -9,6 +9,7 @@ from qerl.kernels.pointwise.swiglu import Activation, gated
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec
 from qerl.models.linear import QuantLinear
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.packed_linear import project, project_swiglu, room
 
 
@@ -25,11 +26,11 @@ class MLP(nn.Module):
         self.gate_proj, self.up_proj = linears_of(gate_up, compute, device)
         (self.down_proj,) = linears_of(down, compute, device)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, linear_pass: LinearPass = PLAIN) -> Tensor:
         """Return silu(gate) * up, which down_proj multiplies; with room behind its rows, or with none."""
         if self._activation == "silu":
-            return project_swiglu(x_TD, self.gate_up_projs, room=room((self.down_proj,)))
-        gate_TF, up_TF = project(x_TD, self.gate_up_projs, gaps_are_free=True)
+            return project_swiglu(x_TD, self.gate_up_projs, linear_pass, room=room((self.down_proj,)))
+        gate_TF, up_TF = project(x_TD, self.gate_up_projs, linear_pass, gaps_are_free=True)
         return gated(gate_TF, up_TF, self._activation)
 
     @property

@@ -48,8 +48,9 @@ from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.fused_weights import FusedBF16, fuse_weights
 from qerl.models.linear import OperandGroup, QuantLinear
+from qerl.models.linear_pass import PLAIN, LinearPass, OperandCache
 from qerl.models.rotated_weight import is_rotated, rotated_operand
-from qerl.models.tileable import exponents, fits_tiles, tileable
+from qerl.models.tile_formats import exponents, fits_tiles, tile_parts
 
 # Packing takes more than an int32 for each code: 16 Mi weights at a time take 0.5 GB beside the model.
 _CHUNK_WEIGHTS = 1 << 24
@@ -223,7 +224,7 @@ def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
 def tile_group(weights: Sequence[PackedWeight], rows: UnpackRows) -> PackedGroup:
     """Pack the weights into one group, some rows at a time."""
     assert can_tile(weights, rows)
-    parts = [tileable(weight) for weight in weights]
+    parts = [tile_parts(weight) for weight in weights]
     layout = parts[0].layout
     widths, k = tuple(weight.shape[0] for weight in weights), weights[0].shape[1]
     device = parts[0].scale.device
@@ -290,47 +291,67 @@ def tiles_of(linears: Sequence[QuantLinear]) -> PackedGroup | None:
 
 
 def project(
-    x_TK: Tensor, linears: Sequence[QuantLinear], *, gaps_are_free: bool = False
+    x_TK: Tensor,
+    linears: Sequence[QuantLinear],
+    linear_pass: LinearPass = PLAIN,
+    *,
+    gaps_are_free: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return each linear's y_TN: on a GPU one product for all of them, where their weights can be fused.
 
     gaps_are_free: x was made with `room` behind its rows, or with none.
     """
-    group = _product_group(x_TK, linears)
-    if group is None:
-        return tuple(linear(x_TK) for linear in linears)
-    parts = [_part(linear) for linear in linears]
-    return fused_linear(x_TK, _operand(x_TK, group, linears), parts, gaps_are_free=gaps_are_free)
+    fused = _fused(x_TK, linears, linear_pass)
+    if fused is None:
+        return tuple(linear(x_TK, linear_pass) for linear in linears)
+    return fused_linear(x_TK, *fused, gaps_are_free=gaps_are_free)
 
 
-def project_swiglu(x_TK: Tensor, gate_up: Sequence[QuantLinear], *, room: int) -> Tensor:
+def project_swiglu(
+    x_TK: Tensor, gate_up: Sequence[QuantLinear], linear_pass: LinearPass = PLAIN, *, room: int
+) -> Tensor:
     """Return silu(gate) * up, on a GPU with room for so many columns behind each row; x is as for `project`
     with gaps_are_free."""
-    group = _product_group(x_TK, gate_up)
-    if group is None:
-        gate_TF, up_TF = (linear(x_TK) for linear in gate_up)
+    fused = _fused(x_TK, gate_up, linear_pass)
+    if fused is None:
+        gate_TF, up_TF = (linear(x_TK, linear_pass) for linear in gate_up)
         return swiglu(gate_TF, up_TF, room=room)
-    parts = [_part(linear) for linear in gate_up]
-    return fused_swiglu(x_TK, _operand(x_TK, group, gate_up), parts, room=room, gaps_are_free=True)
+    return fused_swiglu(x_TK, *fused, room=room, gaps_are_free=True)
 
 
-def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_free: bool = False) -> Tensor:
+def project_onto(
+    h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, linear_pass: LinearPass = PLAIN, *, gaps_are_free: bool
+) -> Tensor:
     """Return h + y in fp32, in the place of h."""
-    group = _product_group(x_TK, (linear,))
-    if group is None:
-        return h_TN.add_(linear(x_TK))
-    operand = _operand(x_TK, group, (linear,))
-    return linear_onto(h_TN, x_TK, operand, _part(linear), gaps_are_free=gaps_are_free)
+    fused = _fused(x_TK, (linear,), linear_pass)
+    if fused is None:
+        return h_TN.add_(linear(x_TK, linear_pass))
+    operand, (part,) = fused
+    needed = linear_pass.needs_output
+    return linear_onto(h_TN, x_TK, operand, part, gaps_are_free=gaps_are_free, needs_output=needed)
 
 
-def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> OperandGroup | None:
-    """Return the linears' common operand; None where each is to multiply for itself."""
-    if not _is_fused_on(x_TK) or any(x.is_unfused for x in linears):
+def _fused(
+    x_TK: Tensor, linears: Sequence[QuantLinear], linear_pass: LinearPass
+) -> tuple[Operand, list[LinearPart]] | None:
+    """Return the linears' common operand and their parts; None where each is to multiply for itself."""
+    if not _is_fused_on(x_TK) or any(x.is_unfused(linear_pass) for x in linears):
         return None
     tiles = tiles_of(linears)
-    if tiles is None:
-        return fuse_weights(linears)
-    return None if any(linear.is_resident for linear in linears) else tiles
+    if tiles is not None and any(linear.is_resident for linear in linears):
+        return None
+    group = fuse_weights(linears) if tiles is None else tiles
+    if group is None:
+        return None
+    parts = [LinearPart(x.out_width, x.alpha, x.bias, x.adapter) for x in linears]
+    if not is_rotated(x_TK, group, linears, linear_pass):
+        return _plain_operand(x_TK, group, parts, linear_pass.operands), parts
+    weight_tiles = None if tiles is None else tiles.weight_tiles
+    operands = linear_pass.operands
+    if operands is not None and not operands.is_held and weight_tiles is not None:
+        operands = None  # the backward pass does not read what a repeated forward pass unpacks
+    operand = _plain_operand(x_TK, group, parts, operands)
+    return rotated_operand(operand, group, weight_tiles, linears, linear_pass), parts
 
 
 def _is_fused_on(x_TK: Tensor) -> bool:
@@ -338,25 +359,13 @@ def _is_fused_on(x_TK: Tensor) -> bool:
     return row_kernel.on_gpu(x_TK)
 
 
-def _operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:
-    if not is_rotated(x_TK, group, linears):
-        return _plain_operand(x_TK, group, linears)
-    tiles = group.weight_tiles if isinstance(group, PackedGroup) else None
-    operand = _plain_operand(x_TK, group, linears, is_read_again=tiles is None)
-    return rotated_operand(operand, group, tiles, linears)
-
-
 def _plain_operand(
-    x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear], *, is_read_again: bool = True
+    x_TK: Tensor, group: OperandGroup, parts: Sequence[LinearPart], unpacked: OperandCache | None
 ) -> Operand:
-    """is_read_again: False if the backward pass does not read what a repeated forward pass unpacks."""
-    rank, columns = room(linears), group.in_width
+    rank, columns = sum(len(x.adapter.a_RK) for x in parts if x.adapter is not None), group.in_width
     if isinstance(group, FusedBF16):
         assert columns + rank in (columns, group.wide_NC.shape[1]), "some adapters are on, some off"
         return lambda dtype, has_b: group.wide_NC[:, : columns + rank if has_b else columns]
-    parts, unpacked = [_part(linear) for linear in linears], linears[0].unpacked
-    if unpacked is not None and not (unpacked.is_held or is_read_again):
-        unpacked = None
     num_rows, like = sum(part.width for part in parts), x_TK.new_empty(0)
 
     def unpack(dtype: torch.dtype, room: int) -> Tensor:
@@ -373,7 +382,3 @@ def _plain_operand(
 def room(linears: Sequence[QuantLinear]) -> int:
     """Number of free columns behind each row of x with which `project` need not copy it."""
     return sum(linear.rank for linear in linears)
-
-
-def _part(linear: QuantLinear) -> LinearPart:
-    return LinearPart(linear.out_width, linear.alpha, linear.bias, linear.adapter, linear.is_read)

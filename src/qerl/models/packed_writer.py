@@ -1,7 +1,10 @@
-"""Write a decoder whose linears are in NVFP4 or MXFP4 as a compressed-tensors checkpoint, or as gpt-oss is
-published."""
+"""Write 4-bit checkpoints in the layout of compressed-tensors, or as gpt-oss is published.
 
-from collections.abc import Iterator, Mapping
+write_quantized    quantizes a float checkpoint, tensor by tensor
+write_packed       writes a decoder whose linears are in NVFP4 or MXFP4
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -9,23 +12,95 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.formats import FORMATS
+from qerl.errors import UserError
+from qerl.formats import FORMATS, PackedWeight
 from qerl.models.architecture import Architecture
+from qerl.models.checkpoint.encoding import SelectScales, default_scales, encode_group, encode_weight
 from qerl.models.checkpoint.expert_names import expert_names
-from qerl.models.checkpoint.source import ModelSource
-from qerl.models.checkpoint.state_dict import HEAD, tensor_shapes, unquantized_linears
-from qerl.models.checkpoint.stored_names import is_shifted_norm, language_config, stored_tensors
-from qerl.models.compressed_tensors import (
-    LAYOUTS,
-    CheckpointLayout,
-    ignored_modules,
-    without_quantization,
-    write_quantized_config,
+from qerl.models.checkpoint.layouts import without_quantization
+from qerl.models.checkpoint.layouts.compressed_tensors import WRITTEN, WrittenLayout
+from qerl.models.checkpoint.source import Checkpoint, ModelSource, layout_of, locate
+from qerl.models.checkpoint.state_dict import (
+    HEAD,
+    architecture_of,
+    check_tensors,
+    linear_groups,
+    read_float,
+    tensor_shapes,
+    unquantized_linears,
 )
+from qerl.models.checkpoint.stored_names import is_shifted_norm, language_config, stored_tensors
 from qerl.models.decoder import Decoder
-from qerl.models.expert_writing import as_written, blocks_config, stack_tensors
-from qerl.models.hf_writer import atomic_folder, write_json, write_shards, write_tokenizer
+from qerl.models.expert_writing import as_written, blocks_config, expert_tensors, stack_tensors
+from qerl.models.hf_writer import (
+    atomic_folder,
+    check_output_folder,
+    write_json,
+    write_shards,
+    write_tokenizer,
+)
 from qerl.models.peft.adapter import merged_weight
+
+
+def write_quantized(
+    path: str,
+    out_folder: str | Path,
+    *,
+    format: str = "nvfp4",
+    scales: SelectScales = default_scales,
+    fold: Callable[[Checkpoint], Checkpoint] | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Quantize a checkpoint into a new folder, which appears only when it is complete.
+
+    `fold` may replace the checkpoint by an equivalent one that is easier to quantize (awq.py).
+    """
+    out = Path(out_folder)
+    if format not in WRITTEN:
+        raise UserError(f"{format} cannot be written to a checkpoint; supported: {' and '.join(WRITTEN)}")
+    check_output_folder(out)
+    source = locate(path)
+    checkpoint = source.open()
+    if layout_of(checkpoint) is not None:
+        raise UserError(f"{path}: is quantized already")
+    architecture = architecture_of(checkpoint)
+    written = as_written(architecture, format)
+    check_tensors(checkpoint, tensor_shapes(architecture))
+    folded = checkpoint if fold is None else fold(checkpoint)
+    with atomic_folder(out) as folder:
+        tensors = _quantized_tensors(folded, architecture, written, WRITTEN[format], scales)
+        write_shards(folder, stored_tensors(architecture, tensors), shard_bytes)
+        _write_config(folder, language_config(checkpoint.config), written, WRITTEN[format])
+        write_tokenizer(folder, source)
+
+
+def _quantized_tensors(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    written: Architecture,
+    layout: WrittenLayout,
+    scales: SelectScales,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the new checkpoint. `written` is its architecture."""
+    shapes, plain = tensor_shapes(architecture), unquantized_linears(written)
+    groups = [group for group in linear_groups(architecture) if group[0] not in plain]
+    weights = {f"{linear}.weight" for group in groups for linear in group} | expert_names(architecture)
+    # A GGUF decodes to float32, its config says bfloat16; a norm as 1 + weight would lose the weight's bits.
+    is_gguf = checkpoint.path.suffix == ".gguf"
+    for name in shapes:
+        if name not in weights:
+            tensor = read_float(checkpoint, name)
+            yield name, tensor.bfloat16() if is_gguf and tensor.dim() > 1 else tensor
+    for group in groups:
+        device = torch.device("cpu")
+        for linear, weight in encode_group(checkpoint, group, FORMATS[layout.format], device, scales):
+            tensors = weight.tensors()
+            yield from ((f"{linear}.{suffix}", tensors[field]) for field, suffix in layout.suffixes.items())
+
+    def encode(weight_NK: Tensor) -> PackedWeight:
+        return encode_weight(weight_NK, FORMATS[layout.format], scales)
+
+    yield from expert_tensors(checkpoint, architecture, layout.format, layout.suffixes, encode)
 
 
 def write_packed(
@@ -39,20 +114,17 @@ def write_packed(
     """Write the folder, with config and tokenizer of the source, and the notes, JSON by file name."""
     written = as_written(decoder.architecture, format)
     with atomic_folder(out) as folder:
-        tensors = _packed_tensors(decoder, written, LAYOUTS[format])
+        tensors = _packed_tensors(decoder, written, WRITTEN[format])
         write_shards(folder, stored_tensors(decoder.architecture, tensors, torch.bfloat16))
         config = with_dtype(language_config(source.open().config), torch.bfloat16)
-        if written.mixture is not None and written.mixture.stored == "blocks":
-            write_json(folder / "config.json", blocks_config(without_quantization(config)))
-        else:
-            write_quantized_config(folder, config, LAYOUTS[format], ignored_modules(written))
+        _write_config(folder, config, written, WRITTEN[format])
         write_tokenizer(folder, source)
         for name, note in notes.items():
             write_json(folder / name, note)
 
 
 def _packed_tensors(
-    decoder: Decoder, written: Architecture, layout: CheckpointLayout
+    decoder: Decoder, written: Architecture, layout: WrittenLayout
 ) -> Iterator[tuple[str, Tensor]]:
     yield from other_tensors(decoder, torch.bfloat16)
     plain = unquantized_linears(written)
@@ -71,6 +143,17 @@ def _packed_tensors(
         yield from stack_tensors(written, at, x, weights, layout.suffixes)
         if experts.bias is not None:
             yield f"{at}{x.name}_bias", experts.bias.to("cpu", torch.bfloat16, copy=True)
+
+
+def _write_config(folder: Path, config: dict[str, Any], written: Architecture, layout: WrittenLayout) -> None:
+    """Write config.json with a quantization_config, which leaves out the head and routers."""
+    config = without_quantization(config)
+    if written.mixture is not None and written.mixture.stored == "blocks":
+        config = blocks_config(config)
+    else:
+        ignored = [HEAD.removesuffix(".weight")] + ["re:.*mlp[.]gate$"] * (written.mixture is not None)
+        config |= {"quantization_config": layout.config(ignored)}
+    write_json(folder / "config.json", config)
 
 
 def other_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

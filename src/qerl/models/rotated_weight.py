@@ -9,21 +9,28 @@ from torch import Tensor
 from qerl.kernels.linear.fused_linear import Operand, RotatedOperand
 from qerl.kernels.linear.int8_codes import NEIGHBORS, RotatedWeight, Rotation, Weight, WeightTiles, can_rotate
 from qerl.models.linear import OperandGroup, QuantLinear
+from qerl.models.linear_pass import LinearPass, OperandCache
 
 
-def is_rotated(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> bool:
+def is_rotated(
+    x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear], linear_pass: LinearPass
+) -> bool:
     """True if the linears' products for the gradient are of integers."""
     n = sum(linear.out_width for linear in linears)
-    return linears[0].backward == "int8" and x_TK.dtype == torch.bfloat16 and can_rotate(n, group.in_width)
+    return linear_pass.backward == "int8" and x_TK.dtype == torch.bfloat16 and can_rotate(n, group.in_width)
 
 
 def rotated_operand(
-    operand: Operand, group: OperandGroup, tiles: WeightTiles | None, linears: Sequence[QuantLinear]
+    operand: Operand,
+    group: OperandGroup,
+    tiles: WeightTiles | None,
+    linears: Sequence[QuantLinear],
+    linear_pass: LinearPass,
 ) -> RotatedOperand:
     """Return the operand with its integers, made from the tiles if there are any, else from the operand."""
-    rotated = functools.partial(_rotated, operand, group, tiles, linears)
+    rotated = functools.partial(_rotated, operand, group, tiles, linears, linear_pass.operands)
     has_bias = any(linear.bias is not None for linear in linears)
-    has_again = linears[0].is_repeated and group.in_width % NEIGHBORS == 0 and not has_bias
+    has_again = linear_pass.is_repeated and group.in_width % NEIGHBORS == 0 and not has_bias
     again = functools.partial(rotated, along_k=True) if has_again else None
     return RotatedOperand(operand, functools.partial(rotated, along_k=False), again)
 
@@ -33,6 +40,7 @@ def _rotated(
     group: OperandGroup,
     tiles: WeightTiles | None,
     linears: Sequence[QuantLinear],
+    unpacked: OperandCache | None,
     *,
     along_k: bool,
 ) -> RotatedWeight:
@@ -49,7 +57,6 @@ def _rotated(
         factors = [alpha.expand(x.out_width) for alpha, x in zip(alphas, linears, strict=True)]
         rotation = Rotation.of(found, torch.cat(factors), along_k=along_k)
         first.rotations[along_k] = group, rotation
-    unpacked = first.unpacked
 
     def codes() -> Tensor:
         return rotation.codes(weight() if found is None else found)

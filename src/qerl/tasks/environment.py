@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from qerl.config import EnvironmentConfig
-from qerl.tasks.guarded import GuardedLoop, InvalidReturn
+from qerl.tasks.event_loop import GuardedLoop, InvalidReturn
 from qerl.tasks.row_values import is_unicode
 from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, name_of
 

@@ -17,7 +17,7 @@ from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.device import COMPUTE, Kernels, choose_kernels, has_tile_kernels
-from qerl.models.outline import outlined_decoder
+from qerl.models.meta_decoder import meta_decoder
 from qerl.models.transformers_backend.backend import backend_of
 from qerl.training.rollouts.rollout import sampling_of
 
@@ -55,7 +55,7 @@ def kernels_of_run(
 ) -> list[KernelVariant]:
     """Return the kernels of decode steps, then of prefill and update, on torch's current GPU."""
     model = config.model
-    decoder = outlined_decoder(
+    decoder = meta_decoder(
         architecture,
         format=model.format,
         head=model.head_format,

@@ -14,9 +14,9 @@ from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import require
 from qerl.learner import checkpoint
 from qerl.learner.distributed import Ranks
+from qerl.models.checkpoint.notices import checkpoint_notices, skipped_notices
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
-from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
 from qerl.models.peft.adapter import add_adapter, check_rank, load_adapter, set_router_noise

@@ -26,7 +26,7 @@ from qerl.config import RunConfig
 from qerl.config.task import is_environment_name
 from qerl.engine.decode.kernel_forward import NO_KERNELS, kernel_obstacle
 from qerl.errors import RunError, UserError, printable, redact, require
-from qerl.models.checkpoint.layout_line import layout_line
+from qerl.models.checkpoint.notices import layout_line
 from qerl.models.checkpoint.source import ModelSource, locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids

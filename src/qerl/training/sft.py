@@ -21,9 +21,9 @@ from qerl.errors import quantity, require
 from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.learner.metrics import Tally
+from qerl.models.checkpoint.notices import checkpoint_notices, skipped_notices
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
-from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
 from qerl.models.device import resolve_device
 from qerl.models.peft.adapter import load_adapter
 from qerl.models.peft.peft_reader import read_adapter

@@ -1,6 +1,6 @@
 """The kernels of a decode step by their references, in any dtype and on any device; they note their calls."""
 
-from qerl.engine.decode.fused_linear import TorchLinears
+from qerl.engine.decode.linears import TorchLinears
 from qerl.kernels.attention import decode_attention
 from qerl.kernels.attention.attention_options import PLAIN
 from qerl.kernels.tiles import lora_shrink

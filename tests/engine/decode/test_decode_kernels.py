@@ -11,8 +11,8 @@ from conftest import rms_error
 from engine.parts import branched, compared, drawn, engine_of, packed_logprobs, prompts_of
 from qerl.aqn.norm_noise import noised
 from qerl.engine.cache.kv_cache import KVCache, page_bytes
-from qerl.engine.decode.fused_linear import PackedLinears
 from qerl.engine.decode.kernel_forward import KernelForward
+from qerl.engine.decode.linears import PackedLinears
 from qerl.engine.decode.runner import DecodeRunner
 from qerl.engine.decode.runner_cache import RunnerCache
 from qerl.formats import FP8
@@ -111,15 +111,15 @@ def test_a_bf16_product_is_one_call_with_its_adapter_in_it():
 
 
 @pytest.mark.parametrize(("num_samples", "makers"), [(12, 4), (15, 3), (20, 3)])
-def test_products_make_u_or_are_given_it(num_samples, makers, decoder, monkeypatch):
+def test_products_compute_lora_hidden_or_are_given_it(num_samples, makers, decoder, monkeypatch):
     """96, 120 and 160 rows; gate and up are given it from 97 on."""
-    answers_of, makes_u = defaultdict(list), PackedLinears.makes_u
+    answers_of, computes_lora_hidden = defaultdict(list), PackedLinears.computes_lora_hidden
 
     def recorded(self, rows, group):
-        answers_of[rows].append(makes_u(self, rows, group))
+        answers_of[rows].append(computes_lora_hidden(self, rows, group))
         return answers_of[rows][-1]
 
-    monkeypatch.setattr(PackedLinears, "makes_u", recorded)
+    monkeypatch.setattr(PackedLinears, "computes_lora_hidden", recorded)
     prompts_P, rows = small_prompts(*LENGTHS), len(LENGTHS) * num_samples
     engine = engine_of(decoder, stop_token_ids=NEVER, max_num_seqs=rows)
     samples = drawn(engine, prompts_P, num_samples=num_samples, max_tokens=12)

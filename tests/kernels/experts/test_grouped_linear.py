@@ -172,8 +172,8 @@ def test_sorted_rows_come_back_to_their_tokens(T, E, k, rng):
     torch.testing.assert_close(routing.combine(y_SD, weights_TK, rows), want_TD)
 
 
-@pytest.mark.parametrize("is_read", (True, False))
-def test_a_sum_in_place_has_the_bits_and_gradients_of_a_sum_that_is_added(is_read, rng):
+@pytest.mark.parametrize("needs_output", (True, False))
+def test_a_sum_in_place_has_the_bits_and_gradients_of_a_sum_that_is_added(needs_output, rng):
     T, E, k = routing.CASES[1]
     logits_TE = torch.randn(T, E, generator=rng)
     rows = routing.sort_rows(routing.choose(logits_TE, k), E)
@@ -185,8 +185,8 @@ def test_a_sum_in_place_has_the_bits_and_gradients_of_a_sum_that_is_added(is_rea
         y_SD, weights_TK, h_TD = inputs
         want = h_TD + routing.combine(y_SD, weights_TK, rows)
         given = h_TD.clone()
-        got = routing.combine(y_SD, weights_TK, rows, onto_TD=given, is_read=is_read)
-    assert got is given and torch.equal(got, want if is_read else h_TD)
+        got = routing.combine(y_SD, weights_TK, rows, onto_TD=given, needs_output=needs_output)
+    assert got is given and torch.equal(got, want if needs_output else h_TD)
     ours, theirs = (torch.autograd.grad(y, inputs, seen) for y in (got, want))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

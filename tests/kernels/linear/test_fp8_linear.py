@@ -55,9 +55,9 @@ def test_without_a_reader_y_is_zeros_and_gradients_are_the_same(rng):
     adapter = (*masters, *(m.detach() for m in masters), SCALING)
     x.requires_grad_()
     grads = []
-    for is_read in (True, False):
-        y = op.fp8_linear(x, weight, weight.operand(torch.float32), adapter, None, is_read=is_read)
-        assert y.any() == is_read
+    for needs_output in (True, False):
+        y = op.fp8_linear(x, weight, weight.operand(torch.float32), adapter, None, needs_output=needs_output)
+        assert y.any() == needs_output
         grads.append(torch.autograd.grad(y, [x, *masters], dy))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 

@@ -15,7 +15,7 @@ class _Keeping(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
         dx = dy.clone()
-        gradient_dtype.keep(dx, -dx.bfloat16())
+        gradient_dtype.attach_rounded(dx, -dx.bfloat16())
         return dx
 
 
@@ -45,7 +45,7 @@ def test_what_was_kept_with_a_gradient_is_read_in_place_of_a_cast():
 def test_so_it_is_in_a_layer_that_is_computed_again():
     """A backward pass within a backward pass gets the gradient as it is."""
     gradient, x = torch.ones(3, 8), torch.randn(3, 8, requires_grad=True)
-    gradient_dtype.keep(gradient, -gradient.bfloat16())
+    gradient_dtype.attach_rounded(gradient, -gradient.bfloat16())
     (found,) = torch.autograd.grad(_Reading.apply(x), x, gradient)
     assert torch.equal(found, -torch.ones(3, 8))
 
@@ -62,7 +62,7 @@ def test_a_gradient_that_was_changed_or_is_wanted_in_another_dtype_is_cast():
     ):
         gradient = torch.ones(2, 8)
         kept = torch.zeros(2, 8, dtype=torch.bfloat16)
-        gradient_dtype.keep(gradient, kept)
+        gradient_dtype.attach_rounded(gradient, kept)
         change(gradient)
         read = gradient_dtype.in_dtype(gradient, dtype)
         assert (read is kept) == is_kept and (is_kept or torch.equal(read, gradient.to(dtype)))
@@ -80,7 +80,7 @@ def test_the_product_before_a_norm_reads_what_the_norm_wrote(device, rng, monkey
     read = []
 
     def in_dtype(gradient, dtype):
-        was_kept = gradient_dtype._KEPT in gradient.__dict__
+        was_kept = gradient_dtype._ROUNDED in gradient.__dict__
         found = gradient_dtype.in_dtype(gradient, dtype)
         read.append((was_kept, torch.equal(found, gradient.to(dtype))))
         return found
@@ -95,7 +95,7 @@ def test_the_product_before_a_norm_reads_what_the_norm_wrote(device, rng, monkey
 
     monkeypatch.setattr(fused_linear, "in_dtype", in_dtype)
     with_kept = gradients()
-    monkeypatch.setattr(gradient_dtype, "keep", lambda gradient, rounded: None)
+    monkeypatch.setattr(gradient_dtype, "attach_rounded", lambda gradient, rounded: None)
     assert all(map(torch.equal, with_kept, gradients()))
     assert read == [(True, True), (False, True)]
 

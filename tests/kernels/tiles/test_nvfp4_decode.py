@@ -97,7 +97,7 @@ def test_the_order_of_gate_and_up_alternates_by_eight_rows():
 def kernels(request):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return op.NVFP4Decode(torch.device("cuda"), shares_u=lambda *_: request.param)
+    return op.NVFP4Decode(torch.device("cuda"), shares_lora_hidden=lambda *_: request.param)
 
 
 @pytest.fixture(params=[False, True], ids=["u by warp", "u shared"])
@@ -196,23 +196,27 @@ def test_a_tile_of_any_width_may_be_shared(width, groups, N, K, splits, kernels_
 
 def test_large_weights_share_u_from_33_rows_with_swiglu_and_from_65_without():
     wide, narrow = 37888 * 3584, 4608 * 3584
-    assert [op.pays_to_share_u(M, wide, True) for M in (32, 33, 256)] == [False, True, True]
-    assert [op.pays_to_share_u(M, wide, False) for M in (64, 65, 256)] == [False, True, True]
-    assert not any(op.pays_to_share_u(M, narrow, swiglu) for M in (33, 256) for swiglu in (False, True))
+    assert [op.pays_to_share_lora_hidden(M, wide, True) for M in (32, 33, 256)] == [False, True, True]
+    assert [op.pays_to_share_lora_hidden(M, wide, False) for M in (64, 65, 256)] == [False, True, True]
+    assert not any(
+        op.pays_to_share_lora_hidden(M, narrow, swiglu) for M in (33, 256) for swiglu in (False, True)
+    )
 
 
-def test_all_products_make_u_up_to_96_rows_and_beyond_that_all_but_gate_and_up():
-    assert all(op.pays_to_make_u(96, 18944, 128, swiglu) for swiglu in (False, True))
-    assert op.pays_to_make_u(256, 18944, 32, swiglu=False) and op.pays_to_make_u(256, 3584, 96, swiglu=False)
-    assert not op.pays_to_make_u(97, 3584, 64, swiglu=True)
-    assert not op.pays_to_make_u(256, 18944, 128, swiglu=False)  # its sums would not fit
+def test_all_products_compute_lora_hidden_up_to_96_rows_and_beyond_that_all_but_gate_and_up():
+    assert all(op.pays_to_compute_lora_hidden(96, 18944, 128, swiglu) for swiglu in (False, True))
+    assert op.pays_to_compute_lora_hidden(256, 18944, 32, swiglu=False) and op.pays_to_compute_lora_hidden(
+        256, 3584, 96, swiglu=False
+    )
+    assert not op.pays_to_compute_lora_hidden(97, 3584, 64, swiglu=True)
+    assert not op.pays_to_compute_lora_hidden(256, 18944, 128, swiglu=False)  # its sums would not fit
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b"])
-def test_where_a_product_makes_u_its_sums_fit(name):
+def test_where_a_product_computes_lora_hidden_its_sums_fit(name):
     for group, rank, M in itertools.product(layer_spec(shape(name)).groups, (16, 128), range(1, 257)):
         K, rows = group.in_width, rank * len(group.out_widths)
-        if op.pays_to_make_u(M, K, rows, group.name == "gate_up"):
+        if op.pays_to_compute_lora_hidden(M, K, rows, group.name == "gate_up"):
             tile = op.choose_tile(M, group.out_width, K)
             assert K // tile.slice_k * tile.padded_tokens(M) * rows <= op._PARTIAL_WORDS
 

@@ -138,7 +138,7 @@ def test_rows_do_not_depend_on_the_batch_up_to_32_tokens(kernels_of, rng):
     codes, scales, x, alpha, a, b = case(32, 3584, 3584, 32, rng)
     tiles, factors, kernels = op.pack(codes, scales), op.row_factors(alpha, 3584), kernels_of()
     whole = kernels.linear(x, tiles, factors, adapter=with_u(a, b, x))
-    u = with_u(a, b, x).u
+    u = with_u(a, b, x).lora_hidden
     for M in (1, 8, 13, 24):
         adapter = op.PackedAdapter(a, b, 1.0, (), u[:M].contiguous())
         assert torch.equal(kernels.linear(x[:M].contiguous(), tiles, factors, adapter=adapter), whole[:M])

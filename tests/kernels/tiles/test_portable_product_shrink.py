@@ -70,7 +70,7 @@ def test_no_less_exact_than_torch(M, N, K, R, kernels_of, rng):
     kernels, bias, residual = kernels_of(), torch.randn(N).cuda(), torch.randn(M, N).cuda() * 8
     exact, plain_u = low_ranks(x, a, 0.75)
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
-    assert kernels.makes_u(M, N, K, R) == (M <= MOST_ROWS)
+    assert kernels.computes_lora_hidden(M, N, K, R) == (M <= MOST_ROWS)
     for extra in ((None, None), (bias, None), (bias, residual)):
         got = kernels.linear(
             x, tiles, factors, adapter=PackedAdapter(a, b, 0.75), bias_N=extra[0], residual_MN=extra[1]
@@ -117,12 +117,12 @@ def test_groups_of_rows_use_their_own_adapter(M, kernels_of, rng):
 @pytest.mark.gpu
 @by_name
 @pytest.mark.parametrize("M", [7, 32, 64])
-def test_other_formats_make_u_too(kind, M, kernels_of, rng):
+def test_other_formats_compute_lora_hidden_too(kind, M, kernels_of, rng):
     device, N, K = torch.device("cuda"), 1152, 1024
     group = tile_group(weights(kind, N, K, rng, device), UnpackRows.ALL)
     x, a, b = (torch.randn(s, generator=rng).bfloat16().to(device) for s in ((M, K), (32, K), (N, 32)))
     kernels, operands = kernels_of(layout=group.layout), (group.tiles, group.factors_N)
-    assert kernels.makes_u(M, N, K, 32)
+    assert kernels.computes_lora_hidden(M, N, K, 32)
     got = kernels.linear(x, *operands, adapter=PackedAdapter(a, b, 0.1))
     u, (exact, plain) = last_u(kernels, M, 32), low_ranks(x, a, 0.1)
     assert is_clean(kernels) and rms_error(u, exact) <= 1.1 * rms_error(plain, exact)
@@ -214,25 +214,25 @@ def test_beside_the_launch_of_u_it_gives_the_same_bits(M, kernels_of, rng):
     operands, kernels = (op.pack(codes, scales), op.row_factors(alpha, N)), kernels_of()
     shrink, weight, h_in = PortableLoraShrink(h.device), torch.ones(K, device=h.device), h.float()
 
-    def layers(is_u_last):
+    def layers(follows_shrink):
         y = h_in.clone()
         for _ in range(12):
             x, u = shrink.norm_shrink(y, weight, None, 1e-6, a, 0.5)
-            adapter = PackedAdapter(a, b, 0.5, (), u, is_u_last)
+            adapter = PackedAdapter(a, b, 0.5, (), u, follows_shrink)
             y = kernels.linear(x, *operands, adapter=adapter, residual_MN=y)
         return y
 
     found = {}
-    for is_u_last in (False, True):
-        layers(is_u_last)
+    for follows_shrink in (False, True):
+        layers(follows_shrink)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = layers(is_u_last)
+            y = layers(follows_shrink)
         for i in range(10):
             h_in.copy_(h.float().roll(i, 1) * (1 + i))
             graph.replay()
-            found[is_u_last, i] = y.clone()
+            found[follows_shrink, i] = y.clone()
     assert all(
         found[True, i].isfinite().all() and torch.equal(found[True, i], found[False, i]) for i in range(10)
     )

@@ -17,9 +17,9 @@ from qerl.models.checkpoint.gguf_families import FAMILIES
 from qerl.models.checkpoint.gguf_file import _TYPES, GgufFile
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import tensor_shapes
-from qerl.models.compressed_tensors import write_quantized
 from qerl.models.families import from_hf_config
 from qerl.models.loader import build_decoder
+from qerl.models.packed_writer import write_quantized
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(3, 27) * 7 % 61

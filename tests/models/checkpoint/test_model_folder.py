@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from qerl.errors import UserError
 from qerl.models.checkpoint.model_folder import INDEX_NAME, check_folder, unused_files, weight_files
+from qerl.models.checkpoint.notices import skipped_notices
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
-from qerl.models.compressed_tensors import skipped_notices
 
 
 def folder_with(folder, *names, config="{}"):

@@ -10,17 +10,14 @@ from qerl.config.options import QuantizeOptions
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.formats.block_scale import least_squares
+from qerl.models.checkpoint.encoding import default_scales, encode_weights
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import linear_groups
 from qerl.models.checkpoint.tokenizer import load_tokenizer
-from qerl.models.compressed_tensors import (
-    default_scales,
-    encode_weights,
-    write_quantized,
-)
 from qerl.models.families import from_hf_config
 from qerl.models.loader import build_decoder
+from qerl.models.packed_writer import write_quantized
 from qerl.models.quantize.awq import (
     ScaledCheckpoint,
     awq,

@@ -19,8 +19,9 @@ from qerl.errors import UserError
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 from qerl.models.checkpoint.source import ModelSource
 from qerl.models.checkpoint.tokenizer import load_tokenizer
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.loader import build_decoder
-from qerl.models.peft.adapter import adapter_tensors, add_adapter
+from qerl.models.peft.adapter import adapter_tensors, add_adapter, dropout_of
 from qerl.models.transformers_backend.backend import backend_of
 from qerl.training.policy import load_sampler
 from qerl.types import Prompt, Sampling
@@ -179,16 +180,25 @@ def test_gradients_reach_the_adapter_only(tmp_path):
     assert any(master.grad.any() for master in masters.values())
 
 
-def test_checkpointed_layers_give_the_same_gradients(tmp_path):
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_checkpointed_layers_give_the_same_gradients(rate, tmp_path):
+    """They run again in the pass in which they ran before: with its dropout, and no other pass has it."""
     oracle("Exaone4").save_pretrained(tmp_path)
-    gradients = []
+    gradients, losses = [], []
     for is_checkpointed in (False, True):
         found = load(tmp_path)
         add_adapter(found, AdapterConfig(rank=4), seed=0)
         if is_checkpointed:
             found.checkpoint_layers()
-        found.model(torch.arange(3, 12)[None], use_cache=False).logits.square().mean().backward()
-        gradients.append([master.grad for master in adapter_tensors(found).values()])
+        for linear_pass in (LinearPass(dropout=dropout_of(found, rate, 1)), PLAIN):
+            with found.running.within(linear_pass):
+                logits = found.model(torch.arange(3, 12)[None], use_cache=False).logits
+            losses.append(logits.square().mean())
+        losses[-2].backward()
+        gradients.append([master.grad.clone() for master in adapter_tensors(found).values()])
+        losses[-1].backward()
+        later = [master.grad for master in adapter_tensors(found).values()]
+        assert all(torch.equal(2 * a, b) for a, b in zip(gradients[-1], later, strict=True)) == (rate == 0)
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 

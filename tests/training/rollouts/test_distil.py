@@ -21,7 +21,7 @@ from qerl.learner.minibatch import MinibatchPart
 from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.plan.memory import memory_parts
 from qerl.learner.plan.shapes import read_architecture
-from qerl.models.compressed_tensors import write_quantized
+from qerl.models.packed_writer import write_quantized
 from qerl.models.peft.adapter import OtherAdapter, adapter_tensors
 from qerl.training.rollouts.distil import with_teacher
 from qerl.training.rollouts.teacher import LocalTeacher

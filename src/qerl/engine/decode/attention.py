@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qerl.engine.decode.fused_linear import LinearGroup
 from qerl.engine.decode.layer import LayerStep, NormedProducts, StepParts, StepRows, norm_of
+from qerl.engine.decode.linears import LinearGroup
 from qerl.kernels.attention.decode_attention import Norms, supports
 from qerl.models.architecture import Architecture, Rope
 from qerl.models.decoder import Layer

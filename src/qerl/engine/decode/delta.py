@@ -88,7 +88,7 @@ class _DeltaStep:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return x = norm(h), u as NormedProducts.normed, and x A^T of the gates."""
         products, group = self._products, self._inputs
-        if group.a is not None and not products.products.makes_u(len(h_BD), group):
+        if group.a is not None and not products.products.computes_lora_hidden(len(h_BD), group):
             x_BD, u = products.normed(h_BD, self._layer.input_layernorm, group, rows)
             return x_BD, u, products.shrink.shrink(x_BD, gates.a_RK, gates.scaling)
         norm = self._layer.input_layernorm

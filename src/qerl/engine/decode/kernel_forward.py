@@ -8,8 +8,9 @@
     hidden = norm(h)                                                    h in fp32, all else in bf16
 
 u = scaling * x @ A^T of the product's input x. The kernels for packed linears make it in the same launch
-where that is faster (`makes_u`); otherwise the norm's launch makes it, or one of its own ahead of o and down.
-For BF16 weights it is stored behind the rows of x: [x | u] @ [W | B]^T is one cuBLAS call (fused_linear.py).
+where that is faster (`computes_lora_hidden`); otherwise the norm's launch makes it, or one of its own ahead
+of o and down. For BF16 weights it is stored behind the rows of x: [x | u] @ [W | B]^T is one cuBLAS
+call (linears.py).
 
 A layer is the step of its mixer and the step of its MLP (decode_layer.py), chosen by its kind in MIXERS and
 MLPS. The step reads the modules' own weights, norms and noise and keeps no copy of them. `publish` refreshes
@@ -25,8 +26,8 @@ from torch import Tensor
 from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.attention import AttentionSteps
 from qerl.engine.decode.delta import DeltaSteps
-from qerl.engine.decode.fused_linear import FusedLinears, PackedLinears
 from qerl.engine.decode.layer import LayerStep, StepParts, StepRows
+from qerl.engine.decode.linears import FusedLinears, PackedLinears
 from qerl.engine.decode.mixture import MixtureSteps, stack_obstacle
 from qerl.engine.decode.mlp import MLPSteps
 from qerl.kernels.attention.decode_attention import DecodeAttention

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.engine.cache.kv_cache import KVCache
-from qerl.engine.decode.fused_linear import FusedLinears, LinearGroup, TorchLinears
+from qerl.engine.decode.linears import FusedLinears, LinearGroup, TorchLinears
 from qerl.kernels.attention.decode_attention import DecodeAttention
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.experts.grouped_product import GroupedProduct
@@ -125,7 +125,7 @@ class NormedProducts:
             return x_BD, u
         noise, rows_B = norm.noise_of(rows.noise_rows_B) if isinstance(norm, NoisedRMSNorm) else (None, None)
         operands = h_BD, norm.weight, noise, norm.eps
-        if group.a is None or self.products.makes_u(len(h_BD), group):
+        if group.a is None or self.products.computes_lora_hidden(len(h_BD), group):
             return self.shrink.norm(*operands, rows_M=rows_B), None
         out = group.empty_input(len(h_BD), group.a) if group.room else None
         return self.shrink.norm_shrink(*operands, group.a, group.scaling, rows_M=rows_B, out=out)
@@ -144,7 +144,7 @@ class NormedProducts:
 
     def _shrunk(self, x_BK: Tensor, group: LinearGroup) -> tuple[Tensor, LinearGroup, Tensor | None]:
         """Return (x, group, u); x is copied if u must lie behind its rows and they have no free columns."""
-        if group.a is None or self.products.makes_u(len(x_BK), group):
+        if group.a is None or self.products.computes_lora_hidden(len(x_BK), group):
             return x_BK, group, None
         if group.room == 0:
             return x_BK, group, self.shrink.shrink(x_BK, group.a, group.scaling)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from qerl.aqn.noised_norm import NoisedRMSNorm
-from qerl.engine.decode.fused_linear import LinearGroup
 from qerl.engine.decode.layer import LayerStep, StepParts, StepRows
+from qerl.engine.decode.linears import LinearGroup
 from qerl.formats import BF16
 from qerl.kernels.experts import moe_route
 from qerl.kernels.experts.grouped_product import (

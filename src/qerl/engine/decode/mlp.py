@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from qerl.engine.decode.fused_linear import LinearGroup
 from qerl.engine.decode.layer import LayerStep, NormedProducts, StepParts, StepRows, norm_of
+from qerl.engine.decode.linears import LinearGroup
 from qerl.kernels.pointwise.swiglu import Activation
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Layer

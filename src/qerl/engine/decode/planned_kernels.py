@@ -23,7 +23,7 @@ def planned_kernels(
     """Return the kernels that an engine would compile before its first step, in the order of their launches,
     and those that write to the cache in a prefill.
 
-    decoder: without memory (models/outline.py); kernels: those chosen for the GPU; num_positions: of the
+    decoder: without memory (models/meta_decoder.py); kernels: those chosen for the GPU; num_positions: of the
     longest sequence that is expected. None are listed where PyTorch's operations are used.
     """
     runners, a = RunnerCache(decoder, config, frozenset((0,)), kernels), decoder.architecture

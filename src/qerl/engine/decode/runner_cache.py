@@ -19,8 +19,8 @@ import torch
 from qerl.config import EngineConfig
 from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.forward import DecodeForward, TorchForward
-from qerl.engine.decode.fused_linear import ONE_ORDER_ROWS, PackedLinears
 from qerl.engine.decode.kernel_forward import MAX_ROWS, KernelForward
+from qerl.engine.decode.linears import ONE_ORDER_ROWS, PackedLinears
 from qerl.engine.decode.mixture import kernel_routers
 from qerl.engine.decode.runner import DecodeRunner, bucket_of
 from qerl.engine.decode.teacher_forcing import TeacherForcing

@@ -229,11 +229,7 @@ class PagedLayout:
 
 
 def packed_attention(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    layout: PackedLayout,
-    options: AttentionOptions = PLAIN,
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: PackedLayout, options: AttentionOptions = PLAIN
 ) -> Tensor:
     """Return o_TNH, differentiable in q, k and v. The backward pass recomputes the scores. The layout is that
     of the options' window."""

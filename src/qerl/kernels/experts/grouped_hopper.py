@@ -47,7 +47,7 @@ class HopperGroupedProduct(GroupedProduct):
         parameters = tensor_map(x, _BOX_ROWS, tile.k_block) + operands
         self._kernel(tile, *form).launch(
             grid=min(len(routed.rows_S) * -(-n // tile.rows), self._num_sms * tile.ctas_per_sm),
-            block_threads=tile.threads(handles_u=False),
+            block_threads=tile.threads(has_adapter_warp=False),
             parameters=(parameters.ljust(-(-len(parameters) // 64) * 64, b"\0"),),
         )
 
@@ -82,4 +82,7 @@ def variants() -> list[KernelVariant]:
         if len(form) == 2 or tokens in (ITEM_ROWS[0], ITEM_ROWS[-1])
     }
     each = [(tile, tuple(sorted(defines_of(tile, *form).items()))) for tile, form in found]
-    return [KernelVariant(FILE, NAME, pairs, t.threads(handles_u=False), t.shared_bytes) for t, pairs in each]
+    return [
+        KernelVariant(FILE, NAME, pairs, t.threads(has_adapter_warp=False), t.shared_bytes)
+        for t, pairs in each
+    ]

@@ -73,11 +73,11 @@ def combine(
     rows: SortedRows,
     *,
     onto_TD: Tensor | None = None,
-    is_read: bool = True,
+    needs_output: bool = True,
 ) -> Tensor:
     """Return the weighted sum over each token's experts, fp32 [T, D]; with onto, added to it in place.
-    is_read: False if only gradients are needed: onto then stays as it is."""
-    return _Combine.apply(y_SD, weights_TK, rows.inverse_S, onto_TD, is_read)
+    needs_output: False if only gradients are needed: onto then stays as it is."""
+    return _Combine.apply(y_SD, weights_TK, rows.inverse_S, onto_TD, needs_output)
 
 
 class _Spread(torch.autograd.Function):
@@ -95,11 +95,11 @@ class _Spread(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_SD, weights_TK, inverse_S, onto_TD, is_read):
+    def forward(ctx, y_SD, weights_TK, inverse_S, onto_TD, needs_output):
         ctx.save_for_backward(y_SD, weights_TK, inverse_S)
         if onto_TD is not None:
             ctx.mark_dirty(onto_TD)
-        if is_read or onto_TD is None:
+        if needs_output or onto_TD is None:
             return _sums(y_SD, weights_TK, inverse_S, weights_TK.shape[1], torch.float32, onto_TD)
         return onto_TD
 

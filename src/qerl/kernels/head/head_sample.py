@@ -301,12 +301,7 @@ class HeadSample:
         self._kernel(tile, output).launch(
             grid=min(self._num_sms * tile.ctas_per_sm, -(-self._v // CHUNK)),
             block_threads=tile.threads,
-            parameters=(
-                weight_map,
-                tensor_map(hidden_MD, tile.tokens, tile.k_block),
-                tiles,
-                operands,
-            ),
+            parameters=(weight_map, tensor_map(hidden_MD, tile.tokens, tile.k_block), tiles, operands),
         )
 
     def _checked(self, hidden_MD, keys, positions, temperature, logits_MV) -> Tensor:

@@ -54,22 +54,24 @@ def fp8_linear(
     adapter: Adapter | None,
     bias_N: Tensor | None,
     *,
-    is_read: bool = True,
+    needs_output: bool = True,
 ) -> Tensor:
-    """Return y_TN, differentiable in x and the masters, or zeros if not is_read."""
+    """Return y_TN, differentiable in x and the masters, or zeros if not needs_output."""
     assert x_TK.dim() == 2
-    return _FP8Linear.apply(x_TK, weight, resident_NK, bias_N, is_read, *(adapter or (None,) * 5))
+    return _FP8Linear.apply(x_TK, weight, resident_NK, bias_N, needs_output, *(adapter or (None,) * 5))
 
 
 class _FP8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, weight, resident_NK, bias_N, is_read, a_RK, b_NR, a_work_RK, b_work_NR, scaling):
+    def forward(
+        ctx, x_TK, weight, resident_NK, bias_N, needs_output, a_RK, b_NR, a_work_RK, b_work_NR, scaling
+    ):
         u_TR = None if a_work_RK is None else x_TK @ a_work_RK.T
         ctx.weight, ctx.scaling = weight, scaling
         ctx.save_for_backward(
             x_TK if a_work_RK is not None else None, u_TR, a_work_RK, b_work_NR, resident_NK
         )
-        if not is_read:
+        if not needs_output:
             return x_TK.new_zeros(len(x_TK), weight.shape[0])
         y_TN = fp8_product(x_TK, weight, resident_NK)
         if u_TR is not None:

@@ -34,7 +34,7 @@ from qerl.kernels.linear.int8_codes import RotatedWeight
 from qerl.kernels.linear.lora_linear import Adapter
 from qerl.kernels.linear.scale_columns import add_scaled, scale_columns
 from qerl.kernels.pointwise import swiglu
-from qerl.kernels.pointwise.gradient_dtype import ask, in_dtype
+from qerl.kernels.pointwise.gradient_dtype import in_dtype, request_dtype
 from qerl.kernels.pointwise.matmul_fp32 import add_product, product, summed
 from qerl.kernels.runtime import row_kernel
 
@@ -54,8 +54,6 @@ class LinearPart:
     """One number, or fp32 [N], one for each row."""
     bias_N: Tensor | None
     adapter: Adapter | None
-    is_read: bool = True
-    """False if only gradients are needed: `linear_onto` then skips y."""
 
 
 Operand = Callable[[torch.dtype, bool], Tensor]  # (dtype, True): [W | b], [N, K + R]; (dtype, False): W alone
@@ -95,16 +93,24 @@ def fused_linear(
     gaps_are_free: the memory between the rows of x is unused, so u may be stored there.
     """
     assert x_TK.dim() == 2
-    return _FusedLinear.apply(x_TK, None, operand, tuple(parts), gaps_are_free, *_masters(parts))
+    return _FusedLinear.apply(x_TK, None, operand, tuple(parts), gaps_are_free, True, *_masters(parts))
 
 
 def linear_onto(
-    h_TN: Tensor, x_TK: Tensor, operand: Operand, part: LinearPart, *, gaps_are_free: bool = False
+    h_TN: Tensor,
+    x_TK: Tensor,
+    operand: Operand,
+    part: LinearPart,
+    *,
+    gaps_are_free: bool = False,
+    needs_output: bool = True,
 ) -> Tensor:
-    """Add y to h in place, both in fp32; differentiable in h too."""
+    """Add y to h in place, both in fp32; differentiable in h too. needs_output: False if only gradients are
+    needed; y is then skipped."""
     assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == torch.float32
-    y_TN = _FusedLinear.apply(x_TK, h_TN, operand, (part,), gaps_are_free, *_masters([part]))[0]
-    return ask(y_TN, x_TK.dtype)
+    settings = operand, (part,), gaps_are_free, needs_output
+    y_TN = _FusedLinear.apply(x_TK, h_TN, *settings, *_masters([part]))[0]
+    return request_dtype(y_TN, x_TK.dtype)
 
 
 def fused_swiglu(
@@ -122,11 +128,11 @@ def _masters(parts: Sequence[LinearPart]) -> list[Tensor]:
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, sum_TN, operand, parts, gaps_are_free, *masters):
+    def forward(ctx, x_TK, sum_TN, operand, parts, gaps_are_free, needs_output, *masters):
         ctx.operand, ctx.parts = operand, parts
         x_TC = _with_u(x_TK, parts, gaps_are_free)
         ctx.save_for_backward(x_TC)
-        if sum_TN is not None and not parts[0].is_read:
+        if sum_TN is not None and not needs_output:
             ctx.mark_dirty(sum_TN)
             return (sum_TN,)
         w_NC = operand(x_TK.dtype, True)
@@ -143,7 +149,7 @@ class _FusedLinear(torch.autograd.Function):
         dy_TN = in_dtype(side_by_side(dy), x_TC.dtype)
         dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.operand, ctx.parts, ctx.needs_input_grad[0])
         dsum_TN = dy[0] if ctx.needs_input_grad[1] else None
-        return dx_TK, dsum_TN, None, None, None, *gradients
+        return dx_TK, dsum_TN, None, None, None, None, *gradients
 
 
 class _FusedSwiGLU(torch.autograd.Function):

@@ -59,26 +59,26 @@ def lora_linear(
     adapter: Adapter | None,
     bias_N: Tensor | None,
     *,
-    is_read: bool = True,
+    needs_output: bool = True,
 ) -> Tensor:
     """Return y_TN; differentiable in x and the masters. Without an adapter it is bitwise as with b = 0.
 
-    is_read: False if only gradients are needed; y is then zeros where there is an adapter.
+    needs_output: False if only gradients are needed; y is then zeros where there is an adapter.
     """
     assert x_TK.dim() == 2
     if adapter is not None:
         assert adapter.a_RK.dtype == adapter.b_NR.dtype == torch.float32
         assert x_TK.dtype == adapter.a_work_RK.dtype == adapter.b_work_NR.dtype
-    return _LoraLinear.apply(x_TK, operand, alpha, bias_N, is_read, *(adapter or (None,) * 5))
+    return _LoraLinear.apply(x_TK, operand, alpha, bias_N, needs_output, *(adapter or (None,) * 5))
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, operand, alpha, bias_N, is_read, a_RK, b_NR, a_work_RK, b_work_NR, scaling):
+    def forward(ctx, x_TK, operand, alpha, bias_N, needs_output, a_RK, b_NR, a_work_RK, b_work_NR, scaling):
         u_TR = None if a_work_RK is None else x_TK @ a_work_RK.T
         ctx.save_for_backward(None if u_TR is None else x_TK, u_TR, a_work_RK, b_work_NR)
         ctx.operand, ctx.alpha, ctx.scaling = operand, alpha, scaling
-        if u_TR is not None and not is_read:
+        if u_TR is not None and not needs_output:
             return x_TK.new_zeros(len(x_TK), len(b_work_NR))
         plus_TN = None if u_TR is None else u_TR @ b_work_NR.T
         y_TN = _scaled_product(x_TK, operand().T, alpha, plus_TN, scaling)

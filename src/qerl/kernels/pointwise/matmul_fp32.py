@@ -85,11 +85,7 @@ def row_chunks(num_rows: int) -> list[slice]:
 
 
 def summed(
-    a_TM: Tensor,
-    b_TN: Tensor,
-    alpha: float = 1.0,
-    *,
-    multiply: Callable[[Tensor, Tensor], Tensor] = product,
+    a_TM: Tensor, b_TN: Tensor, alpha: float = 1.0, *, multiply: Callable[[Tensor, Tensor], Tensor] = product
 ) -> Tensor:
     """Return alpha * a^T @ b in fp32, as the sum over chunks of rows. multiply: returns a new fp32 tensor."""
     *before, last = row_chunks(len(a_TM)) or [slice(0)]

@@ -71,7 +71,7 @@ def fork(
     if not torch.is_grad_enabled():
         return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, room=room, rows_T=rows_T), h_TD
     if _has_kernel(h_TD, dtype):
-        rounds = h_TD.dtype == torch.float32 and gradient_dtype.is_asked(h_TD, torch.bfloat16)
+        rounds = h_TD.dtype == torch.float32 and gradient_dtype.has_requested_dtype(h_TD, torch.bfloat16)
         return _CudaNorm.apply(h_TD, weight_D, noise, eps, room, rows_T, True, rounds)
     return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, rows_T=rows_T), h_TD.clone()
 
@@ -141,7 +141,7 @@ class _CudaNorm(torch.autograd.Function):
         numbers = len(x_TD), dy_TD.stride(0), x_TD.stride(0)
         _launch("rms_norm_backward", x_TD, rows_T, (*tensors, *numbers))
         if rounded_TD is not None:
-            gradient_dtype.keep(dx_TD, rounded_TD)
+            gradient_dtype.attach_rounded(dx_TD, rounded_TD)
         return dx_TD, *[None] * 7
 
 

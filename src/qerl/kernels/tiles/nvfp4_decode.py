@@ -110,7 +110,7 @@ def swiglu_order(features: int, device: torch.device) -> Tensor:
     return torch.cat((gate, gate + features), dim=1).flatten()
 
 
-def pays_to_make_u(M: int, K: int, rows: int, swiglu: bool) -> bool:
+def pays_to_compute_lora_hidden(M: int, K: int, rows: int, swiglu: bool) -> bool:
     """True if computing u here is faster than in lora_shrink.py: launches on an H200 (dev/LOG.md).
 
     rows: of all adapters that read x, whose sums must fit; swiglu: the weight is gate and up.
@@ -119,7 +119,7 @@ def pays_to_make_u(M: int, K: int, rows: int, swiglu: bool) -> bool:
     return most_words <= _PARTIAL_WORDS and (M <= 96 or not swiglu)
 
 
-def pays_to_share_u(M: int, weight_NK: int, swiglu: bool) -> bool:
+def pays_to_share_lora_hidden(M: int, weight_NK: int, swiglu: bool) -> bool:
     """True if u in shared memory is faster than u loaded by each warp: launches on an H200 (dev/LOG.md).
 
     weight_NK: number of elements of the weight; swiglu: it is gate and up. A row's bits are the same.
@@ -143,14 +143,14 @@ class NVFP4Decode(PackedProduct[Tile]):
         self,
         device: torch.device,
         choose: Callable[[int, int, int], Tile] | None = None,
-        shares_u: Callable[[int, int, bool], bool] = pays_to_share_u,
+        shares_lora_hidden: Callable[[int, int, bool], bool] = pays_to_share_lora_hidden,
     ):
-        """choose: return a tile for (M, N, K), instead of the table. shares_u: return True for (M, N K,
-        swiglu) to keep u in shared memory, instead of pays_to_share_u; where that leaves fewer than two
-        stages, each warp loads u itself."""
+        """choose: return a tile for (M, N, K), instead of the table. shares_lora_hidden: return True for
+        (M, N K, swiglu) to keep u in shared memory; where that leaves fewer than two stages, each warp loads
+        u itself."""
         name = torch.cuda.get_device_properties(gpu_of(device)).name
         super().__init__(device, choose or partial(choose_tile, gpu=name), _WORKSPACE_WORDS)
-        self._shares_u = shares_u
+        self._shares_lora_hidden = shares_lora_hidden
         self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
         self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
@@ -158,16 +158,18 @@ class NVFP4Decode(PackedProduct[Tile]):
 
     def _start(self, tile, grid, rank, swiglu, x_MK, tiles, adapter, epilogue) -> None:
         (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
-        split, makes_u = tile.splits_sums(m, n, k, self._num_sms), adapter is not None and adapter.u is None
+        split = tile.splits_sums(m, n, k, self._num_sms)
+        computes_lora_hidden = adapter is not None and adapter.lora_hidden is None
         u_bytes, beside = 0, None
-        if adapter is not None and self._shares_u(m, n * k, swiglu > 0):
+        if adapter is not None and self._shares_lora_hidden(m, n * k, swiglu > 0):
             u_bytes = shared_u_bytes(tile, m, len(adapter.a))
             beside = tile.with_room_for(u_bytes)
         tile, u_bytes = (tile, 0) if beside is None else (beside, u_bytes)
-        kernel = self._kernel(tile, rank, swiglu, int(split), int(rank > 0 and not makes_u), u_bytes)
+        given_u = int(rank > 0 and not computes_lora_hidden)
+        kernel = self._kernel(tile, rank, swiglu, int(split), given_u, u_bytes)
         kernel.launch(
             grid=grid,
-            block_threads=tile.threads(makes_u or u_bytes > 0),
+            block_threads=tile.threads(computes_lora_hidden or u_bytes > 0),
             parameters=(
                 tiles,
                 tensor_map(x_MK, tile.tokens, tile.k_block),
@@ -183,8 +185,8 @@ class NVFP4Decode(PackedProduct[Tile]):
     def _low_rank(self, tile: Tile, M: int, K: int, adapter: PackedAdapter | None) -> bytes:
         if adapter is None:
             return bytes(40)
-        if adapter.u is not None:
-            return struct.pack("4Qfi", 0, 0, adapter.u.data_ptr(), 0, 0.0, 0)
+        if adapter.lora_hidden is not None:
+            return struct.pack("4Qfi", 0, 0, adapter.lora_hidden.data_ptr(), 0, 0.0, 0)
         rows, tokens = len(adapter.a), tile.padded_tokens(M)
         assert rows <= MAX_LOW_RANK_ROWS and tokens <= MAX_TOKENS and adapter.a.data_ptr() % 16 == 0
         assert K // tile.slice_k * tokens * rows <= len(self.partials)

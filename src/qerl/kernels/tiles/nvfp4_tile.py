@@ -56,10 +56,10 @@ class Tile:
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + 16 + 1024
 
-    def threads(self, handles_u: bool) -> int:
-        """Return the threads of a CTA: the multiplying warps, one copying warp, and one for u if handles_u. A
-        wide tile has a whole warpgroup instead of these one or two warps."""
-        return 32 * (4 * self.warpgroups + (4 if self.is_wide else 1 + int(handles_u)))
+    def threads(self, has_adapter_warp: bool) -> int:
+        """Return the threads of a CTA: the multiplying warps, one copying warp, and one for u if
+        has_adapter_warp. A wide tile has a whole warpgroup instead of these one or two warps."""
+        return 32 * (4 * self.warpgroups + (4 if self.is_wide else 1 + int(has_adapter_warp)))
 
     def with_room_for(self, u_bytes: int) -> "Tile | None":
         """Return the tile with as many of its stages as fit beside u_bytes of shared memory, or None if fewer

@@ -46,17 +46,17 @@ class PackedAdapter:
     """a bfloat16 [G R, K], b bfloat16 [N, R]. Rows from starts[i] on use a's group i + 1, others 0.
 
     One adapter: starts=(), G = 1. q|k|v: starts=(q rows, q and k rows), multiples of 16, G = 3. `swiglu`:
-    starts=(), G = 2 (gate, up), b in the packed row order. u: bfloat16 [M, G R], if computed before.
-    is_u_last: u comes from `PortableLoraShrink.shrink`, the last launch, and a portable product of the same x
-    may run beside it.
+    starts=(), G = 2 (gate, up), b in the packed row order. lora_hidden: u, bfloat16 [M, G R], if computed
+    before. follows_shrink: it comes from `PortableLoraShrink.shrink`, the last launch, and a portable product
+    of the same x may run beside it.
     """
 
     a: Tensor
     b: Tensor
     scaling: float
     starts: tuple[int, ...] = ()
-    u: Tensor | None = None
-    is_u_last: bool = False
+    lora_hidden: Tensor | None = None
+    follows_shrink: bool = False
 
 
 class PackedProduct(abc.ABC, Generic[T]):
@@ -131,7 +131,7 @@ class PackedProduct(abc.ABC, Generic[T]):
         if adapter is not None:
             rank, starts = adapter.b.shape[1], adapter.starts
             assert adapter.b.shape == (n, rank) and adapter.a.shape == (groups * rank, k) and rank % 16 == 0
-            u_MR = adapter.u
+            u_MR = adapter.lora_hidden
             assert u_MR is None or (u_MR.shape == (m, groups * rank) and u_MR.dtype == torch.bfloat16)
             assert u_MR is None or (u_MR.is_contiguous() and u_MR.data_ptr() % 16 == 0)
             assert adapter.b.dtype == adapter.a.dtype == torch.bfloat16 and len(starts) <= 2

@@ -44,7 +44,7 @@ class PortableProduct(PackedProduct[PortableTile]):
         self._shrink = PortableShrink(device)
         self._kernel = cached_method(self._compile)
 
-    def makes_u(self, M: int, N: int, K: int, rows: int) -> bool:
+    def computes_lora_hidden(self, M: int, N: int, K: int, rows: int) -> bool:
         """True if an adapter of so many rows needs no u: it is made here, which is faster than apart."""
         tokens = self._choose(M, N, K).padded(M)
         return tokens <= MOST_ROWS and self._shrink.fits(tokens, K, rows)
@@ -54,7 +54,8 @@ class PortableProduct(PackedProduct[PortableTile]):
         (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
         by_adapter = {}
         if adapter is not None:
-            by_adapter = MAKES_U if adapter.u is None else AFTER_SHRINK if adapter.is_u_last else {}
+            given = AFTER_SHRINK if adapter.follows_shrink else {}
+            by_adapter = MAKES_U if adapter.lora_hidden is None else given
         low_rank = self._shrink.low_rank(adapter, tile.padded(m))
         self._kernel(tile, rank, swiglu, tuple(by_adapter.items())).launch(
             grid=grid,
@@ -64,13 +65,7 @@ class PortableProduct(PackedProduct[PortableTile]):
 
     def _compile(self, tile: PortableTile, rank: int, swiglu: int, by_adapter: tuple[tuple[str, int], ...]):
         defines = tile.defines(rank, swiglu) | dict(by_adapter)
-        return compiled(
-            FILE,
-            NAME,
-            self._device,
-            defines,
-            shared_bytes=tile.shared_bytes,
-        )
+        return compiled(FILE, NAME, self._device, defines, shared_bytes=tile.shared_bytes)
 
 
 def variants(card: CudaArchitecture) -> list[KernelVariant]:

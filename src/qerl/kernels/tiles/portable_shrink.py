@@ -39,8 +39,9 @@ class PortableShrink:
         if adapter is None:
             return struct.pack("4Qfi", 0, 0, 0, 0, 0.0, 0)
         rows, K = adapter.a.shape
-        if adapter.u is not None:
-            return struct.pack("4Qfi", *addresses(adapter.a, None, adapter.u, None), adapter.scaling, rows)
+        if adapter.lora_hidden is not None:
+            pointers = addresses(adapter.a, None, adapter.lora_hidden, None)
+            return struct.pack("4Qfi", *pointers, adapter.scaling, rows)
         assert self.fits(tokens, K, rows)
         pointers = addresses(adapter.a, self.partials, self.u, self.turns)
         return struct.pack("4Qfi", *pointers, adapter.scaling, rows)

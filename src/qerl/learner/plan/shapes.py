@@ -43,7 +43,7 @@ def read_layout(model: str, format: str) -> str | None:
     """Return layout_line's line on a checkpoint; None if it is in full precision, or the name of a shape."""
     if _named_shape(model) is not None:
         return None
-    from qerl.models.checkpoint.layout_line import layout_line
+    from qerl.models.checkpoint.notices import layout_line
     from qerl.models.checkpoint.source import locate
 
     return layout_line(locate(model).open(), format)

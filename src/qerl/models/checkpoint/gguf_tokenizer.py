@@ -104,9 +104,7 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and "bos_token" in special_tokens:
         bos = special_tokens["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A {bos} $B",
-            special_tokens=[(bos, tokens.index(bos))],
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

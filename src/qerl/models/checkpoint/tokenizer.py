@@ -4,13 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from qerl.errors import UserError
 from qerl.models.checkpoint.gguf_file import GgufFile

@@ -172,21 +172,14 @@ class OtherAdapter:
                     setattr(linear, field, value)
 
 
-_ADAPTER_FIELDS = "lora_A", "lora_B", "a_work", "b_work", "scaling", "is_alone", "adapter_enabled"
+_ADAPTER_FIELDS = "lora_A", "lora_B", "a_work", "b_work", "scaling", "skips_group", "adapter_enabled"
 
 
-@contextlib.contextmanager
-def dropping_inputs(decoder: PolicyModel, rate: float, *coordinates: int) -> Iterator[None]:
-    """Drop inputs of the adapter within the context; each linear's mask is drawn from the coordinates and its
-    index. A rate of 0 changes nothing."""
+def dropout_of(decoder: PolicyModel, rate: float, *coordinates: int) -> Mapping[nn.Module, tuple[float, int]]:
+    """Return `dropout` of LinearPass, empty for a rate of 0; the seed of each linear's mask follows from the
+    coordinates and its index."""
     adapted = [linear for _, linear in decoder.linears() if linear.lora_A is not None] if rate else []
-    try:
-        for index, linear in enumerate(adapted):
-            linear.dropout = rate, mix(*coordinates, index)
-        yield
-    finally:
-        for linear in adapted:
-            linear.dropout = None
+    return {linear: (rate, mix(*coordinates, index)) for index, linear in enumerate(adapted)}
 
 
 def adapter_tensors(decoder: PolicyModel) -> dict[str, nn.Parameter]:

@@ -160,12 +160,7 @@ def _blocks(architecture: Architecture, stored: StoredLinear, parts: list[str], 
 
 
 def _split(
-    architecture: Architecture,
-    stored: StoredLinear,
-    parts: list[str],
-    a: Tensor,
-    b: Tensor,
-    name: str,
+    architecture: Architecture, stored: StoredLinear, parts: list[str], a: Tensor, b: Tensor, name: str
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each part's A and B."""
     widths = _widths(architecture, stored)

@@ -36,11 +36,7 @@ Kind = type[NVFP4] | type[MXFP4]
 
 
 def requantize(
-    decoder: Decoder,
-    rows: Calibration,
-    *,
-    notice: Callable[[str], None],
-    kind: Kind = NVFP4,
+    decoder: Decoder, rows: Calibration, *, notice: Callable[[str], None], kind: Kind = NVFP4
 ) -> None:
     """Replace every linear and expert of a float32 decoder by 4 bits with its adapter merged in, layer by
     layer; but what `qerl quantize` leaves in BF16. Raise UserError if experts cannot be written so."""

@@ -1,6 +1,7 @@
 """The note beside a merged model: what was merged into which model, and how far that moved the predictions.
 
-`export --as merged` writes it. Loading the model in 4 bits reads it, measures the KL on its tokens, and tells
+`export --as merged` makes it, measured on the run's own samples. Loading the model in 4 bits reads it,
+measures the KL on its tokens, and tells
 
     kept = 1 - KL(merged || quantized) / KL(merged || base)
 
@@ -8,13 +9,21 @@ The demo's run showed that kept is what remains of the gain in accuracy: dev/LOG
 """
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
+from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.models.checkpoint.model_folder import read_json
+from qerl.models.checkpoint.source import Checkpoint, locate
+from qerl.models.checkpoint.tokenizer import load_tokenizer
+from qerl.models.decoder import Decoder
 from qerl.models.hf_writer import write_json
-from qerl.models.quantize.quantization_error import Probe
+from qerl.models.loader import build_decoder
+from qerl.models.peft.adapter import adapter_off
+from qerl.models.quantize.calibration import tokenize_groups
+from qerl.models.quantize.quantization_error import Probe, quantization_error
 
 NOTE = "qerl_merge.json"
 MAX_PROBE_TOKENS = 1024
@@ -68,3 +77,42 @@ def _is_valid(probe: Probe, vocab_size: int) -> bool:
     tokens_T = probe.tokens_T
     are_known = all(type(token) is int and 0 <= token < vocab_size for token in tokens_T)
     return are_known and 0 <= probe.start < len(tokens_T) <= MAX_PROBE_TOKENS
+
+
+def make_note(run: Path, config: RunConfig, policy: Decoder, merged: Checkpoint) -> MergeNote | None:
+    """Return the note for a run's merged model; None if the run has no samples to measure on."""
+    probes = tuple(run_probes(run, config.model.path))
+    if not probes:
+        return None
+    if config.adapter.kind == "full":
+        source, like = locate(config.model.path).open(), {"compute": policy.compute, "device": policy.device}
+        base = build_decoder(source, format=config.model.format, resident=False, **like)
+        base_kl = quantization_error(base, merged, probes).kl
+    else:
+        with adapter_off(policy):
+            base_kl = quantization_error(policy, merged, probes).kl
+    return MergeNote(
+        run=str(run),
+        base=config.model.path,
+        base_format=config.model.format,
+        adapter=dataclasses.asdict(config.adapter),
+        base_kl=base_kl,
+        merged_kl=quantization_error(policy, merged, probes).kl,
+        probes=probes,
+    )
+
+
+def run_probes(run: Path, model: str) -> list[Probe]:
+    """Return the run's newest prompts, each with one of its samples, MAX_PROBE_TOKENS tokens at most."""
+    if not (run / "samples.jsonl").is_file():
+        return []
+    groups = tokenize_groups(run / "samples.jsonl", load_tokenizer(model), max_lines=MAX_PROBE_TOKENS)
+    probes = [_probe(prompt, samples[0]) for prompt, samples in groups if prompt]
+    totals = itertools.accumulate(len(probe.tokens_T) for probe in probes)
+    return [probe for probe, total in zip(probes, totals, strict=True) if total <= MAX_PROBE_TOKENS]
+
+
+def _probe(prompt: list[int], sample: list[int]) -> Probe:
+    """Return what predicts the sample's tokens; a long prompt loses its start, a long sample its end."""
+    prompt, sample = prompt[-MAX_PROBE_TOKENS // 2 :], sample[: MAX_PROBE_TOKENS // 2]
+    return Probe(tokens_T=prompt + sample[:-1], start=len(prompt) - 1)

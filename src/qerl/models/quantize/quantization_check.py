@@ -8,7 +8,7 @@ moves others by 9.5 %, the demo's merged model by 0.2 %, and takes back what was
 import itertools
 from collections.abc import Sequence
 
-from qerl.models.checkpoint.layouts.notice import is_exact, kinds
+from qerl.models.checkpoint.notices import is_exact, kinds
 from qerl.models.checkpoint.source import layout_of, locate
 from qerl.models.decoder import Decoder
 from qerl.models.policy_model import PolicyModel

@@ -14,19 +14,15 @@ from qerl.config.options import QuantizeOptions
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.formats.block_scale import least_squares
+from qerl.models.checkpoint.encoding import SelectScales, default_scales, encode_weights
 from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.checkpoint.tokenizer import load_tokenizer
-from qerl.models.compressed_tensors import (
-    SelectScales,
-    default_scales,
-    encode_weights,
-    write_quantized,
-)
+from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE, resolve_device
 from qerl.models.hf_writer import check_output_folder
 from qerl.models.loader import build_decoder
-from qerl.models.packed_writer import write_packed
+from qerl.models.packed_writer import write_packed, write_quantized
 from qerl.models.quantize.awq import ScaledCheckpoint, awq, collect_inputs
 from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups, read_calibration
 from qerl.models.quantize.gptq import requantize
@@ -70,15 +66,19 @@ def _write_gptq(options: QuantizeOptions) -> None:
 def _check(options: QuantizeOptions) -> str | None:
     """Return the line on what the written weights changed."""
     model = resolve_device(ModelConfig(path=str(options.out), format=options.format))
-    decoder = build_decoder(
-        locate(model.path).open(),
+    decoder = _load(locate(model.path).open(), model)
+    text = list(load_tokenizer(options.model)(TEXT)["input_ids"])
+    return check_quantization(decoder, options.model, model.format, [text], "a built-in text")
+
+
+def _load(checkpoint: Checkpoint, model: ModelConfig) -> Decoder:
+    return build_decoder(
+        checkpoint,
         format=model.format,
         compute=COMPUTE[model.dtype],
         device=torch.device(model.device),
         resident=model.operand == "resident",
     )
-    text = list(load_tokenizer(options.model)(TEXT)["input_ids"])
-    return check_quantization(decoder, options.model, model.format, [text], "a built-in text")
 
 
 def _sequences(options: QuantizeOptions) -> list[list[int]]:
@@ -99,13 +99,7 @@ def _fold(
 ) -> ScaledCheckpoint:
     architecture, model = architecture_of(checkpoint), resolve_device(ModelConfig(format="bf16"))
     longest = architecture.max_positions
-    decoder = build_decoder(
-        checkpoint,
-        format="bf16",
-        compute=COMPUTE[model.dtype],
-        device=torch.device(model.device),
-        resident=model.operand == "resident",
-    )
+    decoder = _load(checkpoint, model)
     inputs = collect_inputs(decoder, [tokens[:longest] for tokens in sequences])
     del decoder
     kind = FORMATS[format]

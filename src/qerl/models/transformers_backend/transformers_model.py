@@ -10,6 +10,7 @@ linears. It is what makes a family trainable that families/ does not describe: r
 transformers_loader.py makes it.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from qerl.aqn.noise_table import NoiseTable
 from qerl.errors import UserError
 from qerl.kernels.pointwise.matmul_fp32 import frozen_linear
 from qerl.models.linear import QuantLinear
+from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.mixture import ExpertLinear
 from qerl.models.transformers_backend.backend import language_limits
 
@@ -28,11 +30,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel  # takes seconds to import, which only this backend needs
 
 
+class RunningPass:
+    """The pass that runs now: transformers' code calls linears without one."""
+
+    def __init__(self):
+        self.linear_pass = PLAIN
+
+    @contextlib.contextmanager
+    def within(self, linear_pass: LinearPass) -> Iterator[None]:
+        """Have linears multiply in this pass, within the context."""
+        before = self.linear_pass
+        try:
+            self.linear_pass = linear_pass
+            yield
+        finally:
+            self.linear_pass = before
+
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], ...]:
+        """Return the contexts of a layer that runs now and, in the same pass, again later."""
+        return contextlib.nullcontext(), self.within(self.linear_pass)
+
+
 class SequenceLinear(QuantLinear):
     """A QuantLinear of inputs of any shape [..., K]."""
 
+    running: RunningPass
+
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
+        y_TN = super().forward(x.reshape(-1, x.shape[-1]), self.running.linear_pass)
+        return y_TN.unflatten(0, x.shape[:-1])
 
 
 class FloatHead(nn.Module):
@@ -63,6 +89,10 @@ class TransformersModel(nn.Module):
         self.noise_table = NoiseTable(self.norms)
         self.notices: Sequence[str] = ()
         """Lines for the user about how it was loaded."""
+        self.running = RunningPass()
+        for _, linear in self.linears():
+            assert isinstance(linear, SequenceLinear)
+            linear.running = self.running
 
     @property
     def vocab_size(self) -> int:
@@ -89,7 +119,8 @@ class TransformersModel(nn.Module):
                 f"learn.gradient_checkpointing: transformers' {self.family} has none; set it to none"
             )
         enable = getattr(self.model, "activation_checkpointing_enable", None)  # the other is its former name
-        (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        options = {"use_reentrant": False, "context_fn": self.running.contexts}
+        (enable or self.model.gradient_checkpointing_enable)(options)
         for module in self.model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True  # of the layer alone: what it holds still drops nothing

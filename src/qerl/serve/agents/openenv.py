@@ -25,7 +25,7 @@ from typing import Any
 from qerl.config import TaskConfig
 from qerl.config.task import OPENENV
 from qerl.errors import RunError
-from qerl.tasks.guarded import InvalidReturn
+from qerl.tasks.event_loop import InvalidReturn
 
 _TOOL_SCHEMAS = {"Action", "CallToolAction", "ListToolsAction"}
 _START_TIMEOUT_S = 60.0

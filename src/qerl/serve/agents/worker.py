@@ -21,7 +21,7 @@ from typing import Any
 
 from qerl.config import AgentConfig
 from qerl.serve.agents.outcomes import MAX_METRICS, Outcome, OutcomePipe
-from qerl.tasks.guarded import GuardedLoop, InvalidReturn
+from qerl.tasks.event_loop import GuardedLoop, InvalidReturn
 from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, missing_arguments, name_of
 
 ARGUMENTS = ("client", "base_url", "api_key", "model", "row", "seed")

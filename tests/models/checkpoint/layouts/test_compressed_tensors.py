@@ -10,16 +10,14 @@ from models.checkpoint.test_tokenizer import folder_with_tokenizer
 from models.checkpoints import byte_tokens, save_tiny, tiny, write_gguf
 from qerl.errors import RunError, UserError
 from qerl.formats import FORMATS, NVFP4
+from qerl.models.checkpoint.layouts.compressed_tensors import WRITTEN
+from qerl.models.checkpoint.notices import checkpoint_notices
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import linear_groups, tensor_shapes
 from qerl.models.checkpoint.tokenizer import load_tokenizer
-from qerl.models.compressed_tensors import (
-    LAYOUTS,
-    checkpoint_notices,
-    write_quantized,
-)
 from qerl.models.families import from_hf_config
+from qerl.models.packed_writer import write_quantized
 
 WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
 
@@ -79,8 +77,9 @@ def test_the_config_is_one_that_compressed_tensors_accepts(tmp_path, format):
     _, packed = quantized_tiny(tmp_path, format=format)
     config = QuantizationConfig.model_validate(packed.config["quantization_config"])
     scheme = config.config_groups["group_0"]
-    assert config.format == scheme.format == LAYOUTS[format].checkpoint_format
-    assert (scheme.weights.num_bits, scheme.weights.group_size) == (4, LAYOUTS[format].block_weights)
+    assert config.format == scheme.format == WRITTEN[format].checkpoint_format
+    group_size = {"nvfp4": 16, "mxfp4": 32}[format]
+    assert (scheme.weights.num_bits, scheme.weights.group_size) == (4, group_size)
     assert scheme.input_activations is None and config.ignore == ["lm_head"]
     with safe_open(tmp_path / "packed" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers 4 refuses a file without it

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from models.family_rows import oracle
 from qerl.errors import UserError
 from qerl.formats import INT8, NF4
+from qerl.models.checkpoint.notices import checkpoint_notices
 from qerl.models.checkpoint.source import locate
-from qerl.models.compressed_tensors import checkpoint_notices
 from qerl.models.loader import build_decoder
 
 CPU = torch.device("cpu")

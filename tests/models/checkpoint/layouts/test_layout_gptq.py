@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from models.int_checkpoints import gptq_tensors, integers, write_quantized
 from qerl.errors import UserError
 from qerl.formats import INT8
+from qerl.models.checkpoint.notices import checkpoint_notices
 from qerl.models.checkpoint.source import locate
-from qerl.models.compressed_tensors import checkpoint_notices
 from qerl.models.loader import build_decoder
 
 CPU = torch.device("cpu")

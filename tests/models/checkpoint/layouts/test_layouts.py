@@ -15,8 +15,8 @@ from models.family_rows import ROWS as FAMILIES
 from models.family_rows import multimodal, oracle, save
 from models.tiny import logits_of
 from qerl.learner.plan.shapes import read_layout
+from qerl.models.checkpoint.notices import checkpoint_notices
 from qerl.models.checkpoint.source import locate
-from qerl.models.compressed_tensors import checkpoint_notices
 from qerl.models.loader import build_decoder
 from qerl.models.quantize.quantization_check import check_quantization
 

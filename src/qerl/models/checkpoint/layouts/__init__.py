@@ -31,6 +31,11 @@ READERS: dict[str, Callable[[TensorFolder, dict[str, Any]], Layout]] = {
 QUANTIZATION_KEYS = "quantization_config", "compression_config"
 
 
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config without its quantization entries."""
+    return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+
+
 def quantization_config(folder: TensorFolder) -> dict[str, Any] | None:
     """Return the checkpoint's quantization_config, of a multimodal class that of its language model."""
     text = folder.config.get("text_config")

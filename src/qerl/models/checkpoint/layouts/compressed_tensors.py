@@ -12,11 +12,22 @@
 A module is quantized if it has a weight_packed, or a weight of 8 bits. Its scheme is that of the group in
 config_groups whose targets name it, by its name, by a regex (re:) or by its class, in this order. `ignore`
 need not be read: what it names is stored in full precision.
+
+`WRITTEN` has the layouts of our own 4-bit checkpoints, which transformers and vLLM load:
+
+    NVFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            nvfp4-pack-quantized
+          scales         {linear}.weight_scale         float8_e4m3fn [N, K / 16]
+          global_scale   {linear}.weight_global_scale  float32 [1]
+    MXFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            mxfp4-pack-quantized
+          scales         {linear}.weight_scale         uint8 [N, K / 32]
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from qerl.errors import UserError
 from qerl.models.checkpoint.layouts.four_bit_float import mxfp4_weight, nvfp4_weight
@@ -200,4 +211,43 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "mxfp8-quantized": {"type": "float", "num_bits": 8, "group_size": 32},
     "int-quantized": {"type": "int", "num_bits": 8},
     "naive-quantized": {"num_bits": 8},
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenLayout:
+    """Layout of the tensors of one format in a checkpoint that is written."""
+
+    format: str
+    checkpoint_format: str
+    """`format` in quantization_config."""
+    strategy: str
+    scale_dtype: torch.dtype
+    suffixes: dict[str, str]
+    """Suffix of each tensor's name, by the field of our format."""
+
+    def config(self, ignored: list[str]) -> dict[str, Any]:
+        """Return the quantization_config; ignored: modules in full precision, as compressed-tensors names
+        them."""
+        weights = {"num_bits": 4, "type": "float", "strategy": self.strategy}
+        weights |= _NEEDS[self.checkpoint_format]
+        weights |= {"dynamic": False, "scale_dtype": str(self.scale_dtype)}
+        group = {"targets": ["Linear"], "weights": weights, "format": self.checkpoint_format}
+        return {
+            "quant_method": NAME,
+            "format": self.checkpoint_format,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group | {"input_activations": None, "output_activations": None}},
+            "ignore": ignored,
+            "kv_cache_scheme": None,
+        }
+
+
+_FIELDS = {"codes": "weight_packed", "scales": "weight_scale"}
+_NVFP4_FIELDS = _FIELDS | {"global_scale": "weight_global_scale"}
+WRITTEN = {
+    "nvfp4": WrittenLayout(
+        "nvfp4", "nvfp4-pack-quantized", "tensor_group", torch.float8_e4m3fn, _NVFP4_FIELDS
+    ),
+    "mxfp4": WrittenLayout("mxfp4", "mxfp4-pack-quantized", "group", torch.uint8, _FIELDS),
 }

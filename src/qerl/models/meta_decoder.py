@@ -1,4 +1,4 @@
-"""Outline a decoder without memory: one layer of each kind on the meta device, its weights in their layouts.
+"""Make a decoder without memory: one layer of each kind on the meta device, its weights in their layouts.
 
 Its passes launch what the whole decoder's do, so a dry run (kernels/runtime/nvrtc.py) lists the kernels of a
 model of which only config.json has been read. It assumes that weights whose shape fits tiles are in tiles;
@@ -38,31 +38,31 @@ _ROW_SCALES = "mxfp4", "int8"
 
 
 @torch.no_grad()
-def outlined_decoder(
+def meta_decoder(
     architecture: Architecture, *, format: str, head: str, compute: torch.dtype, adapter: AdapterConfig
 ) -> Decoder:
-    """Return the outline of what `build_decoder` and `add_adapter` make on a GPU with tile kernels."""
+    """Return, without memory, what `build_decoder` and `add_adapter` make on a GPU with tile kernels."""
     kinds = tuple(dict.fromkeys(architecture.kinds))
     a = dataclasses.replace(architecture, num_layers=len(kinds), layer_kinds=kinds)
     decoder = Decoder(a, compute=compute, device=_META)
-    _outline_head(decoder.lm_head, head)
+    _fill_head(decoder.lm_head, head)
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
         for group, linears in zip(layer.spec.groups, layer.linear_groups, strict=True):
             own = format if group.is_quantized else "bf16"
             if isinstance(layer.mixer, GatedDeltaNet) and group.name == "qkv":
-                _outline(layer.mixer.gate_projs, "bf16", UnpackRows.ALL)
+                _fill(layer.mixer.gate_projs, "bf16", UnpackRows.ALL)
                 linears = layer.mixer.wide_projs
-            _outline(linears, own, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
+            _fill(linears, own, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
         if isinstance(layer.mlp, MixtureMLP) and format in ("nvfp4", "mxfp4"):
             gate_up, down = layer.mlp.stacks
-            _outline_experts(gate_up, rows_of_gate_up(layer.mlp.mixture.is_interleaved))
-            _outline_experts(down, ExpertRows.PLAIN)
+            _fill_experts(gate_up, rows_of_gate_up(layer.mlp.mixture.is_interleaved))
+            _fill_experts(down, ExpertRows.PLAIN)
     add_adapter(decoder, adapter, seed=0)
     return decoder
 
 
-def _outline(linears: tuple[QuantLinear, ...], format: str, rows: UnpackRows) -> None:
+def _fill(linears: tuple[QuantLinear, ...], format: str, rows: UnpackRows) -> None:
     """Give the linears weights of this format in tiles; where they do not fit, in BF16."""
     shapes, k = [(linear.out_width, linear.in_width) for linear in linears], linears[0].in_width
     multiple = TILE_ROWS // len(linears) if rows is UnpackRows.GATE_UP else TILE_ROWS
@@ -80,7 +80,7 @@ def _tiles(widths: tuple[int, ...], k: int, rows: UnpackRows, format: str) -> Pa
     return PackedGroup(tiles, _empty(n), scales, widths, rows, layout)
 
 
-def _outline_experts(experts: ExpertLinear, rows: ExpertRows) -> None:
+def _fill_experts(experts: ExpertLinear, rows: ExpertRows) -> None:
     num, n, k = experts.spec.num_experts, experts.spec.out_width, experts.spec.in_width
     if n % TILE_ROWS == k % TILE_K == 0:
         shape = num, n // TILE_ROWS, k // TILE_K, TileLayout.NVFP4.tile_bytes
@@ -88,7 +88,7 @@ def _outline_experts(experts: ExpertLinear, rows: ExpertRows) -> None:
         experts.load_weight(stack)
 
 
-def _outline_head(head: LMHead, format: str) -> None:
+def _fill_head(head: LMHead, format: str) -> None:
     v, d = head.shape[0], packed_width(head.shape[1])
     if format == "nvfp4":
         head.packed = PackedNVFP4(_tiles((v,), d, UnpackRows.ALL, format), 0)

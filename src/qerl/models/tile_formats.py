@@ -20,7 +20,7 @@ _LEAST_EXPONENT, _MOST_EXPONENT = 32, 222  # of MXFP4's scales, biased: factors 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Tileable:
+class TileParts:
     """A weight as the tiles store it."""
 
     layout: TileLayout
@@ -44,11 +44,11 @@ def fits_tiles(weight: PackedWeight | None) -> bool:
     return isinstance(weight, NVFP4 | NF4 | INT8)
 
 
-def tileable(weight: PackedWeight) -> Tileable:
+def tile_parts(weight: PackedWeight) -> TileParts:
     if isinstance(weight, NVFP4):
         factors = nvfp4_decode.row_factors(weight.alpha, 1)
         parts = (weight.codes.__getitem__, weight.scales.__getitem__)
-        return Tileable(TileLayout.NVFP4, factors, weight.global_scale, *parts)
+        return TileParts(TileLayout.NVFP4, factors, weight.global_scale, *parts)
     if isinstance(weight, MXFP4):
         return _mxfp4(weight)
     if isinstance(weight, NF4):
@@ -57,19 +57,19 @@ def tileable(weight: PackedWeight) -> Tileable:
         return _fp8(weight)
     assert isinstance(weight, INT8), weight
     codes, none = weight.codes.view(torch.uint8), weight.scales.new_empty(len(weight.codes), 0)
-    return Tileable(TileLayout.INT8, weight.scales, weight.scales, codes.__getitem__, none.__getitem__)
+    return TileParts(TileLayout.INT8, weight.scales, weight.scales, codes.__getitem__, none.__getitem__)
 
 
-def _nf4(weight: NF4) -> Tileable:
+def _nf4(weight: NF4) -> TileParts:
     def codes(rows: slice) -> Tensor:
         pairs = weight.codes[rows]
         return torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(1)
 
     absmax_NB, one = weight.absmax(), weight.absmax_scales.new_ones(1)
-    return Tileable(TileLayout.NF4, one, one, codes, absmax_NB.__getitem__)
+    return TileParts(TileLayout.NF4, one, one, codes, absmax_NB.__getitem__)
 
 
-def _fp8(weight: FP8) -> Tileable:
+def _fp8(weight: FP8) -> TileParts:
     codes, one = weight.codes.view(torch.uint8), weight.scales.new_ones(1)
     num_columns = weight.shape[1] // TILE_K
     scales_NB = weight.scales.repeat_interleave(BLOCK // TILE_K, dim=1)[:, :num_columns]
@@ -78,10 +78,10 @@ def _fp8(weight: FP8) -> Tileable:
         row = torch.arange(*rows.indices(weight.shape[0]), device=codes.device)
         return scales_NB[row // BLOCK]
 
-    return Tileable(TileLayout.FP8, one, one, codes.__getitem__, scales)
+    return TileParts(TileLayout.FP8, one, one, codes.__getitem__, scales)
 
 
-def _mxfp4(weight: MXFP4) -> Tileable:
+def _mxfp4(weight: MXFP4) -> TileParts:
     alpha_N = _row_alpha(weight)
 
     def scales(rows: slice) -> Tensor:
@@ -90,7 +90,7 @@ def _mxfp4(weight: MXFP4) -> Tileable:
         return powers.to(torch.float8_e4m3fn).repeat_interleave(2, dim=1)
 
     factors = nvfp4_decode.row_factors(alpha_N, len(alpha_N))
-    return Tileable(TileLayout.NVFP4, factors, alpha_N, weight.codes.__getitem__, scales)
+    return TileParts(TileLayout.NVFP4, factors, alpha_N, weight.codes.__getitem__, scales)
 
 
 def exponents(powers: Tensor) -> Tensor:

@@ -23,7 +23,12 @@ from qerl.kernels.linear.fused_linear import side_by_side
 from qerl.kernels.pointwise.matmul_fp32 import add_product
 from qerl.kernels.pointwise.swiglu import Activation, gated
 from qerl.kernels.runtime import row_kernel
-from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u, swiglu_order
+from qerl.kernels.tiles.nvfp4_decode import (
+    NVFP4Decode,
+    PackedAdapter,
+    pays_to_compute_lora_hidden,
+    swiglu_order,
+)
 from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS
 from qerl.kernels.tiles.portable_product import PortableProduct
 from qerl.kernels.tiles.tile_layout import TileLayout
@@ -65,11 +70,11 @@ class LinearGroup:
             if self.b is not None and b is not None:
                 self.b.copy_(b)
 
-    def adapter(self, u_BR: Tensor | None, is_u_last: bool = False) -> PackedAdapter | None:
+    def adapter(self, u_BR: Tensor | None, follows_shrink: bool = False) -> PackedAdapter | None:
         if self.a is None or self.b is None:
             return None
         starts = () if self.is_interleaved else tuple(self.ends[:-1])
-        return PackedAdapter(self.a, self.b, self.scaling, starts, u_BR, is_u_last)
+        return PackedAdapter(self.a, self.b, self.scaling, starts, u_BR, follows_shrink)
 
     @property
     def room(self) -> int:
@@ -123,7 +128,7 @@ class LinearGroup:
 
 
 class FusedLinears(Protocol):
-    def makes_u(self, rows: int, group: LinearGroup) -> bool:
+    def computes_lora_hidden(self, rows: int, group: LinearGroup) -> bool:
         """True if u of this many rows is made here; else it is given, if the group has adapters."""
         ...
 
@@ -167,13 +172,13 @@ class PackedLinears:
         """One product follows on u's launch, and by portable kernels it may start beside it."""
         return group.adapter(u_BR, self._is_portable and len(x_BK) <= self._rows_at_once)
 
-    def makes_u(self, rows: int, group: LinearGroup) -> bool:
+    def computes_lora_hidden(self, rows: int, group: LinearGroup) -> bool:
         assert group.tiles is not None
         rows, kernel = min(rows, self._rows_at_once), self._kernels[group.tiles.layout]
         rank_rows = 0 if group.a is None else len(group.a)
         if isinstance(kernel, NVFP4Decode):
-            return pays_to_make_u(rows, group.in_width, rank_rows, group.is_interleaved)
-        return rank_rows > 0 and kernel.makes_u(rows, group.ends[-1], group.in_width, rank_rows)
+            return pays_to_compute_lora_hidden(rows, group.in_width, rank_rows, group.is_interleaved)
+        return rank_rows > 0 and kernel.computes_lora_hidden(rows, group.ends[-1], group.in_width, rank_rows)
 
     def linear(
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
@@ -219,7 +224,7 @@ class TorchLinears:
         """swiglu_room: columns behind each row of what `swiglu` returns, for the next product's u."""
         self._swiglu_room = swiglu_room
 
-    def makes_u(self, rows: int, group: LinearGroup) -> bool:
+    def computes_lora_hidden(self, rows: int, group: LinearGroup) -> bool:
         return False
 
     def linear(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import rms_error
-from qerl.engine.decode.fused_linear import LinearGroup, TorchLinears
+from qerl.engine.decode.linears import LinearGroup, TorchLinears
 from qerl.formats import FP8Flow
 from qerl.models.linear import QuantLinear
 

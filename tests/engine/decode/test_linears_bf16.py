@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from conftest import rms_error
 from models.test_fused_weights import K, exactly, linears_of, rounded_masters
-from qerl.engine.decode import fused_linear as op
+from qerl.engine.decode import linears as op
 from qerl.models.mixture import copy_masters
 
 WIDTHS = (96, 64, 64)

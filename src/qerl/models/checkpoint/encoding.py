@@ -1,0 +1,79 @@
+"""Encode a checkpoint's float weights, tensor by tensor.
+
+NVFP4 linears that read the same input (q, k, v; gate, up) share one global scale: vLLM fuses them and keeps
+only the largest of their scales, which would distort the others. Loading and writing share scales alike, so
+both have the same linears, bit for bit.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from qerl.errors import UserError
+from qerl.formats import NVFP4, PackedWeight
+from qerl.models.checkpoint.source import Checkpoint
+from qerl.models.checkpoint.state_dict import read_float
+
+SelectScales = Callable[[PackedWeight, Tensor], PackedWeight]
+"""Function (default encoding, weight) -> encoding with the chosen block scales."""
+
+
+def default_scales(packed: PackedWeight, weight_NK: Tensor) -> PackedWeight:
+    """Keep the scales of `encode`: each block's largest weight maps to the largest code."""
+    return packed
+
+
+def encode_group(
+    checkpoint: Checkpoint,
+    group: tuple[str, ...],
+    kind: type[PackedWeight],
+    device: torch.device,
+    scales: SelectScales = default_scales,
+) -> Iterator[tuple[str, PackedWeight]]:
+    """Yield a group's linears with their encoded weights; one float weight is in memory at a time."""
+    weights = (read_float(checkpoint, f"{linear}.weight") for linear in group)
+    largest = _shared_largest(weights, kind, len(group))
+    for linear in group:
+        yield linear, _read_and_encode(checkpoint, f"{linear}.weight", kind, largest, device, scales)
+
+
+def _read_and_encode(
+    checkpoint: Checkpoint,
+    name: str,
+    kind: type[PackedWeight],
+    largest: float | None,
+    device: torch.device,
+    scales: SelectScales,
+) -> PackedWeight:
+    weight_NK = read_float(checkpoint, name).to(device)
+    try:
+        return encode_weight(weight_NK, kind, scales, largest)
+    except UserError as error:
+        raise UserError(f"{checkpoint.path}: {name}: {error}") from error
+
+
+def encode_weight(
+    weight_NK: Tensor, kind: type[PackedWeight], scales: SelectScales, largest: float | None = None
+) -> PackedWeight:
+    """Encode one weight. largest: the magnitude that sets its global scale; None: its own."""
+    packed = kind.encode(weight_NK) if largest is None else NVFP4.encode(weight_NK, largest)
+    return scales(packed, weight_NK)
+
+
+def encode_weights(
+    weights: list[Tensor], kind: type[PackedWeight], scales: SelectScales = default_scales
+) -> list[PackedWeight]:
+    """Encode a group's weights that are in memory, as `encode_group` does."""
+    largest = _shared_largest(iter(weights), kind, len(weights))
+    return [encode_weight(weight_NK, kind, scales, largest) for weight_NK in weights]
+
+
+def _shared_largest(weights: Iterator[Tensor], kind: type[PackedWeight], num: int) -> float | None:
+    """Return the magnitude that sets the group's global scale; None if each linear has its own scale."""
+    return max(map(_largest, weights)) if kind is NVFP4 and num > 1 else None
+
+
+def _largest(weight_NK: Tensor) -> float:
+    """Return the largest magnitude without the copy that abs() makes."""
+    return torch.stack(torch.aminmax(weight_NK)).abs().max().item()

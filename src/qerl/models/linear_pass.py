@@ -1,0 +1,74 @@
+"""The state of linears in one pass: what a pass decides and no weight keeps."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+from torch import Tensor, nn
+
+
+class OperandCache:
+    """Unpacked operands: held for every product from the first on, or for one product after the first."""
+
+    def __init__(self, *, is_held: bool):
+        self.is_held = is_held
+        self._operands: dict[int, Tensor] = {}
+
+    def of(self, owner: object, unpack: Callable[[], Tensor]) -> Tensor:
+        operand = self._operands.get(id(owner))
+        if operand is None:
+            self._operands[id(owner)] = operand = unpack()
+        elif not self.is_held:
+            del self._operands[id(owner)]
+        return operand
+
+    def clear(self) -> None:
+        self._operands.clear()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LinearPass:
+    """PLAIN = LinearPass(): each product unpacks its weight, and nothing is dropped."""
+
+    operands: OperandCache | None = None
+    """Unpacked operands, for more than one product; None: each product unpacks its own."""
+    dropout: Mapping[nn.Module, tuple[float, int]] = dataclasses.field(default_factory=dict)
+    """(rate, seed) of the dropout on the input of a linear's adapter."""
+    backward: Literal["bf16", "int8"] = "bf16"
+    """Numbers of the products of its backward pass, where linears have kernels for them (learn.backward)."""
+    is_repeated: bool = False
+    """True if a layer runs again for its gradients alone."""
+    needs_output: bool = True
+    """False if only gradients are needed, not the result."""
+
+    @property
+    def without_output(self) -> "LinearPass":
+        """The pass of the last product of a layer: if the layer is repeated, nothing reads its result."""
+        return dataclasses.replace(self, needs_output=False) if self.is_repeated else self
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator["LinearPass"]:
+        """Yield this pass with operands that are unpacked only once inside; the first product of each must
+        have its adapter on."""
+        if self.operands is not None and self.operands.is_held:
+            yield self
+            return
+        operands = OperandCache(is_held=True)
+        try:
+            yield dataclasses.replace(self, operands=operands)
+        finally:
+            operands.clear()
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator["LinearPass"]:
+        """Yield this pass for a forward pass that is repeated and the backward pass that follows: each
+        operand that is not held anyway is kept for one more product."""
+        operands = OperandCache(is_held=False)
+        try:
+            yield dataclasses.replace(self, operands=self.operands or operands, is_repeated=True)
+        finally:
+            operands.clear()
+
+
+PLAIN = LinearPass()
