@@ -18,7 +18,6 @@ from qerl.cli.train import SHORT, take_init_adapter, take_option
 from qerl.config import NoiseConfig, RunConfig
 from qerl.config.distil import DistilConfig
 from qerl.config.recipes import RECIPES, own
-from qerl.config.renamed import refuse_former_names
 from qerl.errors import UserError
 
 USAGE = f"""\
@@ -59,7 +58,6 @@ def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:
     """Return the recipe's name, its config as a distillation, and the options that change it."""
     adapter, arguments = take_init_adapter(arguments)
     arguments = expand(arguments, _SHORT)
-    refuse_former_names(arguments)
     teacher, arguments = take_option(arguments, "--distil.teacher", "an adapter, a model or a URL")
     if teacher is None:
         raise UserError("distil needs --teacher: an adapter, a run, a model or the URL of an endpoint")

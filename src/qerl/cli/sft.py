@@ -23,7 +23,6 @@ from qerl.config import (
     SftConfig,
 )
 from qerl.config.check import check_positive
-from qerl.config.renamed import refuse_former_options
 from qerl.errors import UserError, require
 
 DESCRIPTION = f"""{__doc__}
@@ -94,7 +93,6 @@ def run(arguments: list[str]) -> None:
         parse_options(SftOptions, arguments, "sft", description=DESCRIPTION)
     adapter, arguments = take_init_adapter(arguments)
     arguments = expand(arguments, _SHORT)
-    refuse_former_options("sft", arguments)
     default = SftOptions() if adapter is None else SftOptions(adapter=adapter)
     options = parse_options(SftOptions, arguments, "sft", default, DESCRIPTION)
     if not options.sft.data:

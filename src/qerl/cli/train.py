@@ -18,8 +18,6 @@ from qerl.cli.arguments import (
 )
 from qerl.config import AdapterConfig, RunConfig
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
-from qerl.config.renamed import RECIPES as FORMER_RECIPES
-from qerl.config.renamed import refuse_former_names
 from qerl.config.task import is_environment_name
 from qerl.errors import UserError, quantity
 
@@ -95,7 +93,6 @@ def read_recipe(arguments: list[str], command: str) -> tuple[str, RunConfig, lis
     """Return the recipe's name, its config, and the options that change it, of a command that takes a run."""
     adapter, arguments = take_init_adapter(arguments)
     arguments = _take_env(expand(arguments, SHORT))
-    refuse_former_names(arguments)
     name, recipe, options = _recipe(arguments, command)
     default = recipe()
     if adapter is not None:
@@ -126,8 +123,6 @@ def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunCo
             f"{command} needs a recipe or your own data: qerl {command} RECIPE, or qerl {command} --task FILE"
             f" --reward FILE.py:FUNCTION; recipes: {', '.join(RECIPES)}"
         )
-    if names[0] in FORMER_RECIPES:
-        raise UserError(f"recipe {names[0]} is now {FORMER_RECIPES[names[0]]}")
     return names[0], RECIPES[check_recipe(names[0], RECIPES, command)], options
 
 

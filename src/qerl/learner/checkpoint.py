@@ -140,7 +140,7 @@ def load_latest(folder: Path, learner: Learner) -> Resumed | None:
         return None
     state = json.loads((path / STATE).read_bytes())
     adapter, optimizer = _unpacked(path / ADAPTER), _unpacked(path / OPTIMIZER)
-    learner.load(adapter, optimizer, state["version"], state.get("micro_tokens"))
+    learner.load(adapter, optimizer, state["version"], state["micro_tokens"])
     return Resumed(state["next_step"], state["extra"], notices)
 
 
