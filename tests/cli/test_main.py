@@ -195,7 +195,7 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
             ["--calibrate awq or gptq and --data FILE must be given together"],
         ),
         (["plan", "qwen2.5-7b", "--gpu-gb", "nan"], ["gpu_gb must be finite, got nan"]),
-        (["study", "growth"], ["python -m studies run", "checkout"]),
+        (["study", "growth"], ["unknown command study"]),
         (["plan", "qwen2.5-8b", "--gpu-gb", "24"], ["qwen2.5-8b", "did you mean qwen2.5-7b"]),
         (["plan", "qwen2.5-8b"], ["qwen2.5-8b", "did you mean qwen2.5-7b"]),
         (["plan", "dmeo"], ["dmeo", "did you mean demo"]),
