@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.check import check_not_negative, check_positive
-from qerl.errors import require
+from qerl.config.conflicts import check_conflicts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,4 +32,4 @@ class RolloutConfig:
     def __post_init__(self):
         check_not_negative(self, "extra_prompts", prefix="rollout.")
         check_positive(self, "max_staleness", prefix="rollout.")
-        require(self.partial or not self.keep_kv_cache, "rollout.keep_kv_cache needs rollout.partial")
+        check_conflicts(self, "rollout")
