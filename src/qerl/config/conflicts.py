@@ -100,7 +100,7 @@ CONFLICTS: dict[str, dict[str, str]] = {
         "algo.branching not none": "task.judge.url base does not work with {other}: its KV cache stays open",
         "adapter.kind not lora": "task.judge.url base does not work with {other}: the base model changes",
     },
-    "rollout.admission longest_first": {
+    "rollout.prompt_order longest_first": {
         "rollout.partial or algo.branching not none or distil.teacher or ray.address": "{setting} does not"
         " work with rollout.partial, algo.branching, distil.teacher or ray.address",
     },

@@ -9,8 +9,8 @@ from qerl.config.conflicts import check_conflicts
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    admission: Literal["given", "longest_first"] = "given"
-    """Order in which a step's prompts are sampled where not all samples run at once: given is the task's;
+    prompt_order: Literal["fifo", "longest_first"] = "fifo"
+    """Order in which a step's prompts are sampled where not all samples run at once: fifo is the task's;
     longest_first begins with the prompts whose latest samples were longest."""
 
     partial: bool = False
