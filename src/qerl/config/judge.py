@@ -35,8 +35,8 @@ class JudgeConfig:
     """Name of the model in requests; None: the first that the endpoint lists."""
 
     rubric: str = RUBRIC
-    """Question to the judge; {prompt}, {completion}, {min_score}, {max_score} and the row's columns in braces are
-    filled in. @FILE reads it from a file."""
+    """Question to the judge; {prompt}, {completion}, {min_score}, {max_score} and the row's columns in braces
+    are filled in. @FILE reads it from a file."""
 
     pattern: str = r"score\W{0,5}(-?\d+(?:\.\d+)?)"
     """Regular expression of the score in the judge's reply, upper or lower case; the last match counts."""
