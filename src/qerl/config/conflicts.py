@@ -70,6 +70,9 @@ CONFLICTS: dict[str, dict[str, str]] = {
         "no ray.address or algo.importance none": "{setting} needs ray.address and an algo.importance other"
         " than none",
     },
+    "adapter.kind full": {
+        "algo.beta": "algo.beta needs a frozen reference policy; adapter.kind full has none: set it to 0",
+    },
     "model.sampler_format not None": {
         "adapter.kind not lora or engine.exact": "{setting} needs adapter.kind lora and engine.exact off",
     },

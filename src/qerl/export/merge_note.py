@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 from pathlib import Path
 
-from qerl.config import RunConfig
+from qerl.config import AdapterConfig, ModelConfig
 from qerl.models.checkpoint.source import Checkpoint, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.decoder import Decoder
@@ -16,20 +16,22 @@ from qerl.models.quantize.merge_note import MAX_PROBE_TOKENS, MergeNote
 from qerl.models.quantize.quantization_error import Probe, quantization_error
 
 
-def make_note(run: Path, config: RunConfig, policy: Decoder, merged: Checkpoint) -> MergeNote | None:
+def make_note(
+    run: Path, model: ModelConfig, adapter: AdapterConfig, policy: Decoder, merged: Checkpoint
+) -> MergeNote | None:
     """Return the note for a run's merged model; None if the run has no samples to measure on."""
-    probes = tuple(run_probes(run, config.model.path))
+    probes = tuple(run_probes(run, model.path))
     if not probes:
         return None
-    is_full = config.adapter.kind == "full"
-    base = _load_base(config, policy) if is_full else policy
+    is_full = adapter.kind == "full"
+    base = _load_base(model, policy) if is_full else policy
     with contextlib.nullcontext() if is_full else adapter_off(base):
         base_kl = quantization_error(base, merged, probes).kl
     return MergeNote(
         run=str(run),
-        base=config.model.path,
-        base_format=config.model.format,
-        adapter=dataclasses.asdict(config.adapter),
+        base=model.path,
+        base_format=model.format,
+        adapter=dataclasses.asdict(adapter),
         base_kl=base_kl,
         merged_kl=quantization_error(policy, merged, probes).kl,
         probes=probes,
@@ -52,10 +54,10 @@ def _probe(prompt: list[int], sample: list[int]) -> Probe:
     return Probe(tokens_T=prompt + sample[:-1], start=len(prompt) - 1)
 
 
-def _load_base(config: RunConfig, policy: Decoder) -> Decoder:
+def _load_base(model: ModelConfig, policy: Decoder) -> Decoder:
     return build_decoder(
-        locate(config.model.path).open(),
-        format=config.model.format,
+        locate(model.path).open(),
+        format=model.format,
         compute=policy.compute,
         device=policy.device,
         resident=False,

@@ -1,18 +1,18 @@
 """learn.backward: the numbers whose products give a linear's gradient (kernels/linear/int8_product.py)."""
 
+from typing import Literal
+
 import torch
 
-from qerl.config import RunConfig
 from qerl.errors import require
 from qerl.models.device import best_kernels
 from qerl.models.policy_model import PolicyModel
 
 
-def set_backward(decoder: PolicyModel, config: RunConfig) -> None:
-    """Have the decoder's linears compute their backward pass as the config says.
+def set_backward(decoder: PolicyModel, backward: Literal["bf16", "int8"]) -> None:
+    """Have the decoder's linears compute their backward pass as learn.backward says.
 
     Raises UserError for int8 on other devices, or with activations that it has no kernels for."""
-    backward = config.learn.backward
     if backward == "int8":
         is_hopper = best_kernels(decoder.device) == "hopper"
         require(is_hopper, "learn.backward int8 needs a Hopper GPU (H100, H200): set it to bf16")

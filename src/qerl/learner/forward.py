@@ -27,7 +27,7 @@ LearnerForward = Callable[[PackedBatch], tuple[Tensor, Tensor]]
 def forward_of(model: PolicyModel, config: RunConfig) -> LearnerForward:
     """Return the forward pass of this model."""
     if isinstance(model, TransformersModel):
-        return TransformersForward(model, config)
+        return TransformersForward(model, config.learn, config.sample.temperature)
     assert isinstance(model, Decoder)
     return DecoderForward(model, config)
 
