@@ -10,8 +10,8 @@ def check_backend(config: RunConfig) -> None:
     """Raise UserError if transformers is to run the model and a setting needs our own decoder."""
     if backend_of(config.model) == "qerl":
         return
-    asked = next(filter(None, (holding(config, condition) for condition in NEEDS_OUR_DECODER)), None)
-    if asked is not None:
+    asked = holding(config, NEEDS_OUR_DECODER).partition(", ")[0]
+    if asked:
         raise UserError(
             f"{asked} needs the package's own decoder, but transformers' code runs this model"
             " (model.backend): set it back to its default"
