@@ -1,15 +1,13 @@
 """Distil a teacher into an adapter, on the student's own samples, with or without a reward."""
 
 import dataclasses
-import json
-import os
-import sys
 
 from qerl.cli.arguments import (
-    announce,
+    announce_run,
     check_recipe,
     expand,
     parse_options,
+    print_result,
     split_names,
     task_label,
     wants_help,
@@ -43,15 +41,11 @@ def run(arguments: list[str]) -> None:
         return
     name, default, options = _read(arguments)
     config = parse_options(RunConfig, options, f"distil {name}", default)
-    is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
-    if is_first:
-        model = f"{config.model.path} in {config.model.format}"
-        announce(f"distil {config.distil.teacher} into {model}, {config.out}", sys.stdout)
+    model = f"{config.model.path} in {config.model.format}"
+    announce_run(f"distil {config.distil.teacher} into {model}, {config.out}")
     from qerl.training.session import train  # imports torch and transformers, which takes seconds
 
-    result = train(config)
-    if is_first:
-        print(json.dumps(result))
+    print_result(train(config))
 
 
 def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:

@@ -2,16 +2,14 @@
 
 import dataclasses
 import inspect
-import json
-import os
-import sys
 from collections.abc import Callable
 
 from qerl.cli.arguments import (
-    announce,
+    announce_run,
     check_recipe,
     expand,
     parse_options,
+    print_result,
     split_names,
     task_label,
     wants_help,
@@ -60,11 +58,9 @@ def run(arguments: list[str]) -> None:
         return
     name, default, options = read_recipe(arguments, "train")
     config = parse_options(RunConfig, options, f"train {name}", default)
-    is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
-    if is_first:
-        model, steps = f"{config.model.path} in {config.model.format}", quantity(config.num_steps, "step")
-        reward = "" if config.agent.function else f", reward {' + '.join(config.task.rewards) or 'none'}"
-        announce(f"train {name}: {model}{reward}, {steps}, {config.out}", sys.stdout)
+    model, steps = f"{config.model.path} in {config.model.format}", quantity(config.num_steps, "step")
+    reward = "" if config.agent.function else f", reward {' + '.join(config.task.rewards) or 'none'}"
+    announce_run(f"train {name}: {model}{reward}, {steps}, {config.out}")
     from qerl.tasks.rows import check_file  # imports torch, which takes seconds
 
     check_file("task.name", config.task.name)  # before the rewards' files
@@ -73,9 +69,7 @@ def run(arguments: list[str]) -> None:
     else:
         from qerl.serve.agents import train_with_agent as train
 
-    result = train(config)
-    if is_first:
-        print(json.dumps(result))
+    print_result(train(config))
 
 
 def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[str]]:
