@@ -9,9 +9,9 @@ _SHOWN = {"distil.is_endpoint": "an endpoint as `distil.teacher`"}
 
 def conflict_table() -> str:
     """Return a row for each setting, with all that it does not work with."""
-    rows = [(_shown(setting), list(others)) for setting, others in CONFLICTS.items()]
-    rows.append(("a model that transformers' code runs", NEEDS_OUR_DECODER.split(" or ")))
-    lines = [f"| {setting} | {'; '.join(map(_shown, others))} |" for setting, others in rows]
+    rows = {_shown(setting): list(others) for setting, others in CONFLICTS.items()}
+    rows["a model that transformers' code runs"] = [str(each) for each in NEEDS_OUR_DECODER.split(" or ")]
+    lines = [f"| {setting} | {'; '.join(map(_shown, others))} |" for setting, others in rows.items()]
     return "\n".join(("| setting | does not work with |", "| --- | --- |", *lines))
 
 
