@@ -4,7 +4,8 @@
 ...
 <!-- end -->
 
-Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), gpus and cards.
+Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), gpus, cards and
+conflicts.
 `tests/house/test_tables.py` holds the pages to the committed rows.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from benchmarks import table
 from benchmarks.cards import card_tables
+from benchmarks.conflicts import conflict_table
 from benchmarks.rows import Row, coverage, read_rows
 from benchmarks.summary import exact_table, speed_table
 from qerl.bench.record import RESULTS, ROOT
@@ -26,6 +28,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "exact": exact_table,
     "gpus": coverage,
     "cards": card_tables,
+    "conflicts": lambda rows: conflict_table(),
     **table.TABLES,
     "all": table.all_tables,
 }

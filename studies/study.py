@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import RunConfig
-from qerl.config.renamed import FIELDS, VALUES
 from qerl.errors import UserError
 from qerl.tracking.provenance import flatten
 from studies.statistics import MAX_EXACT_PAIRS
@@ -102,11 +101,9 @@ class Job:
     @property
     def digest(self) -> str:
         """Hash of what decides the numbers: a line with another digest is another run's. Fields at their
-        default are left out, so that a field added to RunConfig later changes no digest; names and values are
-        the ones from before the fields were renamed, so that stored lines keep theirs."""
+        default are left out, so that a field added to RunConfig later changes no digest."""
         default, own = (flatten(dataclasses.asdict(c)) for c in (RunConfig(), self.config))
         changed = {name: value for name, value in own.items() if name != "out" and value != default[name]}
-        changed = with_former_names(changed)
         text = json.dumps([changed, self.weights], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -203,18 +200,6 @@ def select(study: Study, *, seeds: int | None, arms: tuple[str, ...], tasks: tup
         run_arms=(study.baseline, *arms) if arms else (),
         run_tasks=tasks,
     )
-
-
-def with_former_names(fields: Fields) -> dict[str, Any]:
-    """Return fields, by dotted names, under the names and values they had before they were renamed."""
-    names = {present: former for former, present in FIELDS.items()}
-    return {names.get(name, name): _former(value, VALUES.get(name, {})) for name, value in fields.items()}
-
-
-def _former(value: Any, present: Mapping[str, str]) -> Any:
-    if isinstance(value, list | tuple):
-        return [_former(each, present) for each in value]
-    return next((former for former, now in present.items() if now == value), value)
 
 
 def with_fields(config: RunConfig, fields: Fields) -> RunConfig:

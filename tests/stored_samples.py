@@ -1,12 +1,19 @@
-"""Read the samples of a run, wherever they are."""
+"""Read the samples of a run, wherever they are, and write lines of its files."""
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from qerl.tracking.json_lines import decode
 from qerl.tracking.sample_files import DAMAGE, sample_files, sample_lines
+
+
+def checked_line(text: str) -> bytes:
+    """Return the line of this JSON object with its checksum."""
+    content = text[:-1].encode()
+    return content + b', "crc32": "%08x"}\n' % zlib.crc32(content)
 
 
 def read_samples(folder: Path) -> Iterator[dict[str, Any]]:

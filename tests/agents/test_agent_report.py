@@ -9,6 +9,7 @@ import pytest
 
 from qerl.tracking.report.page import asset
 from qerl.tracking.report.read import read_run
+from stored_samples import checked_line
 
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
 TURNS = [
@@ -24,13 +25,13 @@ def record(**fields):
 
 
 def test_the_page_gets_the_turns_of_a_sample_and_why_it_failed(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_bytes(checked_line('{"step": 0, "reward": 1.0}'))
     samples = [
         record(turns=TURNS),
         record(turns=TURNS * 60, failure="raised KeyError: no"),
         record(turns="x"),
     ]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(checked_line(json.dumps(each)) for each in samples))
     (group,) = read_run(tmp_path, "run", max_samples=10).groups
     first, long, plain = group["samples"]
     assert first["turns"] == [[each["role"], each["content"]] for each in TURNS] and "failure" not in first

@@ -21,8 +21,7 @@ def fail(monkeypatch, capsys, *arguments):
     [
         ([], ["bench needs one benchmark", "decode", "learn", "step"]),
         (["lern"], ["unknown benchmark lern", "did you mean learn"]),
-        (["linear"], ["qerl bench linear is now python -m benchmarks linear"]),
-        (["memory", "--steps", "3"], ["qerl bench memory is now qerl bench step --memory"]),
+        (["memory", "--steps", "3"], ["unknown benchmark memory", "choose from decode, learn"]),
         (["decode", "--shape", "qwen2.5-8b"], ["unknown shape qwen2.5-8b", "qwen2.5-7b"]),
         (["decode", "--batches", "8", "0"], ["batches must be positive", "got 0"]),
         (["decode", "--lora-ranks", "0", "24"], ["lora_ranks must be multiples of 16", "got 24"]),

@@ -10,8 +10,9 @@ from qerl.errors import RunError, UserError
 from tasks.test_worker_pool import is_alive
 
 RUN = """\
-import json, subprocess, sys, time
+import subprocess, sys, time
 from pathlib import Path
+from qerl.tracking.json_lines import encode_line
 out = Path(sys.argv[sys.argv.index("--out") + 1])
 out.mkdir()
 workers = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
@@ -22,8 +23,8 @@ for step in range(7):
     if step == 4:
         workers[1].wait()
         lost = True
-    with (out / "metrics.jsonl").open("a") as lines:
-        lines.write(json.dumps({"step": step, "replaced_samplers": float(lost)}) + "\\n")
+    with (out / "metrics.jsonl").open("ab") as lines:
+        lines.write(encode_line({"step": step, "replaced_samplers": float(lost)}))
 workers[0].kill()
 """
 PARENT = """\

@@ -9,6 +9,7 @@ import tiny_run
 from cli.test_main import copied, qerl
 from qerl.config import RunConfig
 from qerl.training import preflight
+from stored_samples import checked_line
 
 MACHINE = ["python", "device", "kernels", "sandbox"]
 OF_A_RUN = ["out", "loggers", "functions", "model", "tokenizer", "rows", "reward"]
@@ -108,7 +109,7 @@ def test_a_reward_that_raises_is_tried_and_told_with_its_line(check, tmp_path):
 def test_a_run_in_the_folder_goes_on_or_has_other_settings_as_in_training(check, tmp_path, monkeypatch):
     folder, recorded = tmp_path / "run", []
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    (folder / "metrics.jsonl").write_bytes(checked_line('{"step": 0}'))
     (folder / "run.json").write_text("{}")
     with monkeypatch.context() as patched:
         patched.setattr(preflight, "check_same_run", lambda path, old, new: recorded.append(new))

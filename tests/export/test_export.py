@@ -28,6 +28,7 @@ from qerl.models.packed_writer import write_quantized
 from qerl.models.peft.adapter import adapter_tensors, add_adapter, load_adapter, publish
 from qerl.models.peft.peft_reader import adapter_config, read_adapter
 from qerl.models.quantize.merge_note import read_note
+from stored_samples import checked_line
 
 FAMILIES = ("llama", "qwen2")
 TOKENS = torch.arange(3, 40) * 7 % 250
@@ -70,7 +71,7 @@ def run_of(folder, family="llama", *, format="nvfp4", adapter=ADAPTER, save=save
     (folder / "run" / "run.json").write_text(json.dumps({"config": dataclasses.asdict(config)}))
     texts = [(f"{i} plus {j} is what, and why?", f"{i + j}") for i in range(12) for j in range(4)]
     lines = [{"prompt": p, "text": t, "finish": "stop"} for p, t in texts]
-    (folder / "run" / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "run" / "samples.jsonl").write_bytes(b"".join(checked_line(json.dumps(line)) for line in lines))
     return folder / "run", config, decoder
 
 
@@ -424,8 +425,6 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
 
 def test_what_is_no_adapter_is_refused(tmp_path):
     _, config, _ = run_of(tmp_path)
-    full = AdapterConfig(kind="full")
-    assert "needs adapter.kind lora, got full" in refusal(lambda: read_adapter(config.model.path, full))
     assert "adapter_config.json is missing" in refusal(lambda: read_adapter(config.model.path, ADAPTER))
     adapter = exported(tmp_path, config, "peft")
     (adapter / "adapter_model.safetensors").write_bytes(b"\0" * 20)

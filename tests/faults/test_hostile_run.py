@@ -20,13 +20,16 @@ from qerl.tracking.dashboard.server import listening
 from qerl.tracking.json_lines import decode
 from qerl.tracking.report import page
 from qerl.tracking.report.page import write_report
+from stored_samples import checked_line
 
 HUGE = 10**400
 STEP = {"reward": 0.5, "accuracy": 0.5, "sigma": 0.0, "step_s": 1.0, "wall_time": 1e9}
 
 
 def write(folder: Path, name: str, *records: object) -> None:
-    (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    texts = [json.dumps(record) for record in records]
+    lines = map(checked_line, texts) if name.endswith(".jsonl") else (text.encode() for text in texts)
+    (folder / name).write_bytes(b"".join(lines))
 
 
 def run_of(folder: Path, *metrics: dict[str, object], num_steps: object = 3) -> Path:
@@ -164,8 +167,8 @@ def test_a_run_json_of_gigabytes_is_refused_unread(tmp_path):
 def test_json_that_nests_deeply_is_damaged_though_it_can_be_parsed(tmp_path, opening):
     closing = "]" if opening == "[" else "}"
     deep = opening * 300 + "1" + closing * 300
-    assert decode(f'{{"step": 0, "x": {deep}}}'.encode()) is None
-    assert decode(f'{{"step": 0, "x": [{", ".join(["[1]"] * 300)}]}}'.encode()) is not None
+    assert decode(checked_line(f'{{"step": 0, "x": {deep}}}')) is None
+    assert decode(checked_line(f'{{"step": 0, "x": [{", ".join(["[1]"] * 300)}]}}')) is not None
     run_of(tmp_path, {"step": 0, **STEP})
     (tmp_path / "run.json").write_text(f'{{"config": {deep}}}')
     assert "run.json: skipped" in shown(tmp_path)

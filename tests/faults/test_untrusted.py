@@ -30,6 +30,7 @@ from qerl.tasks.prompt import render_chat
 from qerl.tracking.atomic_file import read_object
 from qerl.tracking.json_lines import JsonLines, decode
 from qerl.tracking.report.read import read_run
+from stored_samples import checked_line
 from tasks.material import tokenizer
 
 EXAMPLES = int(sys.argv[1]) if __name__ == "__main__" else 60
@@ -115,7 +116,7 @@ def test_any_run_json_is_a_config_or_a_user_error(facts, tail):
 
 
 RECORD = st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode())
-LINE = RECORD | ROWS.map(lambda row: json.dumps({"step": 0, **row}).encode())
+LINE = RECORD | ROWS.map(lambda row: checked_line(json.dumps({"step": 0, **row}))[:-1])
 
 
 @quick
@@ -143,7 +144,7 @@ def test_any_adapter_config_is_an_adapter_or_a_user_error(config):
 
 
 def test_a_line_that_nests_too_deeply_is_a_damaged_line():
-    assert decode(b"[" * 200_000) is None
+    assert decode(b"[" * 200_000) is decode(checked_line('{"a": ' + "[" * 200_000)) is None
 
 
 @pytest.mark.parametrize(

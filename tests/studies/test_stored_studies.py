@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "studies"
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_stored_summary_is_what_its_lines_give(name, tmp_path):
-    """A line is refused if its digest, of a config under former field names, is not that of the study's."""
+    """A line is refused if its digest, of the config, is not that of the study's."""
     for file in (FOLDER / name).glob("*.jsonl"):
         shutil.copy(file, tmp_path)
     rewrite_pages(STUDIES[name](), tmp_path)

@@ -164,7 +164,12 @@ def test_a_run_with_a_judge_keeps_the_key_to_itself(endpoint, tmp_path, monkeypa
     tiny_run.write_files(tmp_path)
     given = tiny_run.options(tmp_path, tmp_path / "run")
     given[given.index("--task.rewards") + 1] = "judge"
-    judge = {"url": endpoint.url, "rubric": "{completion} high", "most": "20", "cache": tmp_path / "cache"}
+    judge = {
+        "url": endpoint.url,
+        "rubric": "{completion} high",
+        "max_score": "20",
+        "cache": tmp_path / "cache",
+    }
     more = [part for name, value in judge.items() for part in (f"--task.judge.{name}", str(value))]
     command(["train", "demo", *given, *more, "--num-steps", "1"])
     assert set(endpoint.keys) == {"Bearer very-private-word"}
@@ -182,7 +187,7 @@ def test_a_run_with_a_judge_keeps_the_key_to_itself(endpoint, tmp_path, monkeypa
         ({"url": "http://me:secret@host/v1"}, "without a user or password"),
         ({"pattern": "score"}, "one group"),
         ({"pattern": "("}, "not a regular expression"),
-        ({"least": 5.0, "most": 5.0}, "must be less"),
+        ({"min_score": 5.0, "max_score": 5.0}, "must be less"),
         ({"max_cost": 1.0}, "needs a price"),
         ({"rubric": "@/nowhere/rubric.txt"}, "cannot be read"),
         ({"cache": "/dev/null/judge"}, "cannot be used"),

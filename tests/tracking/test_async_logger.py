@@ -22,6 +22,7 @@ from qerl.errors import UserError, redact
 from qerl.tracking import Journal, journal, loggers
 from qerl.tracking.async_logger import AsyncLogger
 from qerl.tracking.loggers import LOGGERS, check_loggers
+from stored_samples import checked_line
 
 KEY = "5" * 20 + "a" * 20
 PROCESS = """
@@ -279,7 +280,7 @@ def test_a_logger_that_hangs_holds_the_end_no_longer_than_it_may(tmp_path, kept,
 
 
 def test_a_logger_is_not_tried_again_before_its_time(tmp_path, kept):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n')
+    (tmp_path / "metrics.jsonl").write_bytes(checked_line('{"step": 0, "reward": 0.5}'))
     kept.failures += [OSError("down"), OSError("down")]
     logger = AsyncLogger("tensorboard", kept, tmp_path, {}, first_step=0, retry_s=60)
     for _ in range(20):

@@ -1,6 +1,5 @@
 """The run's folder: what a step writes, and what is there after a kill and a resume."""
 
-import contextlib
 import dataclasses
 import io
 import json
@@ -17,7 +16,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl.config import CheckpointConfig, EvalConfig, LearnConfig, RolloutConfig, RunConfig, TaskConfig
+from qerl.config import CheckpointConfig, LearnConfig, RolloutConfig, RunConfig, TaskConfig
 from qerl.errors import RunError, StoppedAtOnce, UserError
 from qerl.tracking import Journal, is_timing
 from qerl.types import Group, Prompt, Sample
@@ -150,7 +149,6 @@ def test_every_name_is_on_the_disk_before_the_first_step_is(tmp_path, monkeypatc
         ([], {}, 0),
         ([2, 4], {}, 4),
         ([4, 0], {}, 0),
-        ([], {3: {"checkpoint_s": 0.1}}, 3),
         ([], {2: {"checkpoint_hold_s": 0.1}}, 0),  # copied, and perhaps never written
         ([], {2: {"checkpoint_hold_s": 0.1}, 4: {"checkpoint_write_s": 0.1}}, 2),
         (
@@ -161,7 +159,7 @@ def test_every_name_is_on_the_disk_before_the_first_step_is(tmp_path, monkeypatc
     ],
 )
 def test_the_newest_checkpoint_is_known_from_what_is_recorded(tmp_path, noted, timed, expected):
-    """Where its event is lost, and in runs of former versions, durations in the steps that follow tell it."""
+    """Where its event is lost, durations in the steps that follow tell it."""
     with open_journal(tmp_path) as journal:
         for step in range(5):
             with journal.step(step) as log:
@@ -449,16 +447,6 @@ def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
     with open_journal(tmp_path) as journal, pytest.raises(UserError, match=message):
         journal.start(changed)
     assert (tmp_path / "run.json").read_bytes() == before
-
-
-@pytest.mark.parametrize(("threshold", "is_accepted"), [(1.0, True), (0.5, False)])
-def test_a_run_of_a_former_default_goes_on_with_none(threshold, is_accepted, tmp_path):
-    with open_journal(tmp_path) as journal:
-        journal.start(RunConfig(evaluate=EvalConfig(success_threshold=threshold)))
-        take_steps(journal, 0, 1)
-    refused = pytest.raises(UserError, match=r"evaluate\.success_threshold = 0\.5, not null")
-    with open_journal(tmp_path) as journal, contextlib.nullcontext() if is_accepted else refused:
-        journal.start(RunConfig())
 
 
 def test_fields_that_change_no_number_may_change_and_are_a_notice(tmp_path):

@@ -175,14 +175,6 @@ def test_a_function_given_to_train_is_compared_by_its_body(files):
         qerl.train(config)
 
 
-def test_a_run_of_a_former_version_has_no_hashes_and_gets_them(finished):
-    facts = run_json(finished)
-    del facts["sources"]
-    (finished / "run" / "run.json").write_text(json.dumps(facts))
-    finish(finished)
-    assert set(run_json(finished)["sources"]) == {"reward even (even.py)", "rows of sums.jsonl"}
-
-
 def test_a_trainers_reward_is_compared_by_its_body_and_may_be_accepted(files):
     args = GRPOConfig(
         str(files / "run"),

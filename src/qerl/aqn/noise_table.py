@@ -55,14 +55,14 @@ class NoiseTable:
         """True if the norms hold rows of noise instead of one vector for all tokens."""
         self.num_drawn = 0
         """Number of rows filled since the latest `start`."""
-        self._per, self._num_keys = SCOPES["sample"], 0
+        self._scope, self._num_keys = SCOPES["sample"], 0
         self._rows: dict[int, int] = {}
         self._fill: Fill | None = None
 
-    def open(self, per: str, num_keys: int) -> None:
+    def open(self, scope: str, num_keys: int) -> None:
         """Allocate the rows; num_keys is the maximum number of keys per call of `rows`. Call it before graphs
         are recorded."""
-        self.is_open, self._per, self._num_keys = True, SCOPES[per], num_keys
+        self.is_open, self._scope, self._num_keys = True, SCOPES[scope], num_keys
         for norm in self.norms:
             shape = 1 + num_keys, norm.noise.shape[-1]
             norm.noise = torch.zeros(shape, dtype=norm.noise.dtype, device=norm.noise.device)
@@ -92,7 +92,7 @@ class NoiseTable:
         """Return (the prompt's row, its samples' rows) of each member, valid until the next call, which may
         refill the rows."""
         keys = [
-            (self._per.of_prompt(prompt), [self._per.of_sample(prompt, sample) for sample in samples])
+            (self._scope.of_prompt(prompt), [self._scope.of_sample(prompt, sample) for sample in samples])
             for prompt, samples in members
         ]
         if self._fill is not None:

@@ -5,6 +5,8 @@ import dataclasses
 import difflib
 import io
 import itertools
+import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -78,6 +80,22 @@ def wants_help(arguments: list[str]) -> bool:
 def announce(text: str, file: TextIO) -> None:
     """Print the first line of a command at once: the imports and files that follow take seconds."""
     print(redact(text), file=file, flush=True)
+
+
+def announce_run(text: str) -> None:
+    """Print the first line of a run at once, on the first rank of a torchrun."""
+    if _is_first_rank():
+        announce(text, sys.stdout)
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Print the result of a run as one line of JSON, on the first rank of a torchrun."""
+    if _is_first_rank():
+        print(json.dumps(result))
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def expand(arguments: Iterable[str], short: dict[str, str]) -> list[str]:

@@ -11,8 +11,7 @@ from qerl.bench.options import (
     BenchTuneOptions,
 )
 from qerl.cli.arguments import check_known, parse_options, split_names, wants_help
-from qerl.config.renamed import BENCHES as FORMER_BENCHES
-from qerl.errors import UserError, require
+from qerl.errors import require
 
 USAGE = """\
 usage: qerl bench BENCHMARK [OPTIONS]
@@ -44,8 +43,6 @@ def run(arguments: list[str]) -> None:
         return
     names, arguments = split_names(arguments)
     require(len(names) == 1, f"bench needs one benchmark: qerl bench {' | '.join(BENCHMARKS)}")
-    if names[0] in FORMER_BENCHES:
-        raise UserError(f"qerl bench {names[0]} is now {FORMER_BENCHES[names[0]]}")
     name = check_known(names[0], BENCHMARKS, "benchmark")
     kind, description = BENCHMARKS[name]
     options = parse_options(kind, arguments, f"bench {name}", description=description)

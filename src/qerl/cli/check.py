@@ -11,7 +11,6 @@ import tyro
 from qerl.cli.arguments import announce, expand, parse_options, split_names, wants_help
 from qerl.cli.train import SHORT, read_recipe
 from qerl.config import RunConfig
-from qerl.config.renamed import refuse_former_names
 from qerl.errors import RunError, UserError
 
 DESCRIPTION = f"""{__doc__}
@@ -51,7 +50,6 @@ def run(arguments: list[str]) -> None:
         name, default, options = read_recipe(arguments, "check")
         parts += _RUN
     elif "--model.path" in given:
-        refuse_former_names(options)
         name = "this machine and a model"
         parts += _MODEL
     asked = parse_options(CheckOptions, options, f"check {name}", CheckOptions(run=default), DESCRIPTION)

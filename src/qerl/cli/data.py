@@ -11,7 +11,6 @@ from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import SftConfig, TaskConfig
 from qerl.config.check import check_not_negative, check_positive
 from qerl.config.recipes import RECIPES, own
-from qerl.config.renamed import refuse_former_options
 from qerl.errors import UserError, quantity
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ def run(arguments: list[str]) -> None:
         raise UserError("data needs one file of rows or hub id: qerl data rows.jsonl")
     if names[0] in RECIPES and not Path(names[0]).exists():
         raise UserError(f"{names[0]} is a recipe: qerl data reads a file of rows or a data set of a hub")
-    refuse_former_options("data", arguments)
     options = parse_options(DataOptions, arguments, f"data {names[0]}", DataOptions(), DESCRIPTION)
     announce(f"data {names[0]}, tokens of {options.model}", sys.stderr if options.json else sys.stdout)
     from qerl.models.checkpoint.source import locate

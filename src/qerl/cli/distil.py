@@ -1,15 +1,13 @@
 """Distil a teacher into an adapter, on the student's own samples, with or without a reward."""
 
 import dataclasses
-import json
-import os
-import sys
 
 from qerl.cli.arguments import (
-    announce,
+    announce_run,
     check_recipe,
     expand,
     parse_options,
+    print_result,
     split_names,
     task_label,
     wants_help,
@@ -18,7 +16,6 @@ from qerl.cli.train import SHORT, take_init_adapter, take_option
 from qerl.config import NoiseConfig, RunConfig
 from qerl.config.distil import DistilConfig
 from qerl.config.recipes import RECIPES, own
-from qerl.config.renamed import refuse_former_names
 from qerl.errors import UserError
 
 USAGE = f"""\
@@ -44,22 +41,17 @@ def run(arguments: list[str]) -> None:
         return
     name, default, options = _read(arguments)
     config = parse_options(RunConfig, options, f"distil {name}", default)
-    is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
-    if is_first:
-        model = f"{config.model.path} in {config.model.format}"
-        announce(f"distil {config.distil.teacher} into {model}, {config.out}", sys.stdout)
+    model = f"{config.model.path} in {config.model.format}"
+    announce_run(f"distil {config.distil.teacher} into {model}, {config.out}")
     from qerl.training.session import train  # imports torch and transformers, which takes seconds
 
-    result = train(config)
-    if is_first:
-        print(json.dumps(result))
+    print_result(train(config))
 
 
 def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:
     """Return the recipe's name, its config as a distillation, and the options that change it."""
     adapter, arguments = take_init_adapter(arguments)
     arguments = expand(arguments, _SHORT)
-    refuse_former_names(arguments)
     teacher, arguments = take_option(arguments, "--distil.teacher", "an adapter, a model or a URL")
     if teacher is None:
         raise UserError("distil needs --teacher: an adapter, a run, a model or the URL of an endpoint")

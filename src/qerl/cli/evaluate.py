@@ -8,7 +8,6 @@ from pathlib import Path
 from qerl.cli.arguments import announce, expand, parse_options, split_names, wants_help
 from qerl.config import ModelConfig, RunConfig, TaskConfig
 from qerl.config.options import EvalOptions
-from qerl.config.renamed import refuse_former_options
 from qerl.config.stored import read_run_config
 from qerl.errors import UserError, require
 from qerl.eval.catalog import BENCHMARKS, is_rows_file, parse_benchmarks
@@ -34,7 +33,6 @@ def run(arguments: list[str]) -> None:
     names, arguments = split_names(arguments)
     if not names:
         raise UserError("eval needs a model or the folder of a run: qerl eval MODEL_OR_RUN [BENCHMARK ...]")
-    refuse_former_options("eval", arguments)
     arguments = expand(arguments, SHORT)
     source, files = names[0], [name for name in names[1:] if is_rows_file(name)]
     benchmarks = parse_benchmarks(name for name in names[1:] if name not in files)

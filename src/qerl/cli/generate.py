@@ -5,7 +5,6 @@ import sys
 from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import ModelConfig
 from qerl.config.options import GenerateOptions
-from qerl.config.renamed import refuse_former_options
 from qerl.config.stored import read_run_config
 from qerl.errors import UserError
 
@@ -23,7 +22,6 @@ def run(arguments: list[str]) -> None:
             "generate needs a model or the folder of a run, and at most one prompt, in quotes:"
             " qerl generate MODEL_OR_RUN [PROMPT]"
         )
-    refuse_former_options("generate", arguments)
     source, config = names[0], read_run_config(names[0])
     default = GenerateOptions(model=ModelConfig(path=source))
     if config is not None:

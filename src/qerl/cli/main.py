@@ -26,7 +26,6 @@ from qerl.cli import (
     watch,
 )
 from qerl.cli.arguments import check_known
-from qerl.config.renamed import COMMANDS as FORMER_COMMANDS
 from qerl.errors import RunError, UserError, check_platform, redact
 
 USAGE = """\
@@ -91,6 +90,4 @@ def command(arguments: list[str]) -> None:
         lines = [f"  {name:10}{line.rstrip('.')}" for name, line in first.items()]
         print(USAGE.format(commands="\n".join(lines)))
         return
-    if name in FORMER_COMMANDS:
-        raise UserError(f"qerl {name} is now {FORMER_COMMANDS[name]}")
     COMMANDS[check_known(name, COMMANDS, "command")].run(rest)

@@ -10,7 +10,6 @@ from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import RunConfig
 from qerl.config.check import check_positive
 from qerl.config.recipes import RECIPES
-from qerl.config.renamed import refuse_former_names
 from qerl.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -56,7 +55,6 @@ def run(arguments: list[str]) -> None:
     if len(names) != 1:
         example = "qerl plan qwen2.5-7b --gpu rtx-4090, or --gpu-gb GB"
         raise UserError(f"plan needs one model, shape or recipe: {example}")
-    refuse_former_names(arguments)
     default = PlanOptions(run=RECIPES[names[0]]()) if names[0] in RECIPES else PlanOptions()
     options = parse_options(PlanOptions, arguments, f"plan {names[0]}", default, DESCRIPTION)
     announce(f"plan {names[0]}: {options.run.model.format}", sys.stderr)

@@ -6,7 +6,6 @@ import sys
 from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import ModelConfig
 from qerl.config.options import ServeOptions
-from qerl.config.renamed import refuse_former_options
 from qerl.config.stored import read_run_config
 from qerl.errors import UserError
 
@@ -17,7 +16,6 @@ def run(arguments: list[str]) -> None:
     names, arguments = split_names(arguments)
     if len(names) != 1:
         raise UserError("serve needs one model or the folder of one run: qerl serve MODEL_OR_RUN")
-    refuse_former_options("serve", arguments)
     source, config = names[0], read_run_config(names[0])
     default = ServeOptions(model=ModelConfig(path=source))
     if config is not None:

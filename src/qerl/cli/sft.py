@@ -1,14 +1,11 @@
 """Fine-tune a model on chats, completions or texts, with or without RL after it."""
 
 import dataclasses
-import json
-import os
-import sys
 from typing import Annotated, Literal
 
 import tyro
 
-from qerl.cli.arguments import announce, expand, parse_options, wants_help
+from qerl.cli.arguments import announce_run, expand, parse_options, print_result, wants_help
 from qerl.cli.train import take_init_adapter
 from qerl.config import (
     AdapterConfig,
@@ -23,7 +20,6 @@ from qerl.config import (
     SftConfig,
 )
 from qerl.config.check import check_positive
-from qerl.config.renamed import refuse_former_options
 from qerl.errors import UserError, require
 
 DESCRIPTION = f"""{__doc__}
@@ -94,40 +90,24 @@ def run(arguments: list[str]) -> None:
         parse_options(SftOptions, arguments, "sft", description=DESCRIPTION)
     adapter, arguments = take_init_adapter(arguments)
     arguments = expand(arguments, _SHORT)
-    refuse_former_options("sft", arguments)
     default = SftOptions() if adapter is None else SftOptions(adapter=adapter)
     options = parse_options(SftOptions, arguments, "sft", default, DESCRIPTION)
     if not options.sft.data:
         raise UserError("sft needs --data: a .jsonl, .json, .parquet or .csv file, or a hub id")
-    is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
-    if is_first:
-        model = f"{options.model.path} in {options.model.format}"
-        announce(f"sft {options.sft.data}: {model}, {options.out}", sys.stdout)
+    announce_run(f"sft {options.sft.data}: {options.model.path} in {options.model.format}, {options.out}")
     from qerl.training.sft import fine_tune  # imports torch and transformers, which takes seconds
 
-    result = fine_tune(run_config(options), max_steps=options.max_steps)
-    if is_first:
-        print(json.dumps(result))
+    print_result(fine_tune(run_config(options), max_steps=options.max_steps))
 
 
 def run_config(options: SftOptions) -> RunConfig:
     """Return the run of these options; num_steps follows from the rows."""
+    other = {"batch_size", "max_steps", "eval_max_tokens"}
+    names = {field.name for field in dataclasses.fields(options)} - other
     return RunConfig(
-        out=options.out,
-        run_name=options.run_name,
-        seed=options.seed,
+        **{name: getattr(options, name) for name in names},
         num_prompts=options.batch_size,
-        accept_changes=options.accept_changes,
-        strict=options.strict,
-        rank_timeout_s=options.rank_timeout_s,
-        loggers=options.loggers,
-        model=options.model,
-        adapter=options.adapter,
         sample=SampleConfig(max_tokens=options.eval_max_tokens),
         noise=NoiseConfig(schedule="none"),
         algo=AlgoConfig(loss_type="nll", importance="none"),
-        learn=options.learn,
-        evaluate=options.evaluate,
-        checkpoint=options.checkpoint,
-        sft=options.sft,
     )

@@ -2,24 +2,20 @@
 
 import dataclasses
 import inspect
-import json
-import os
-import sys
 from collections.abc import Callable
 
 from qerl.cli.arguments import (
-    announce,
+    announce_run,
     check_recipe,
     expand,
     parse_options,
+    print_result,
     split_names,
     task_label,
     wants_help,
 )
 from qerl.config import AdapterConfig, RunConfig
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
-from qerl.config.renamed import RECIPES as FORMER_RECIPES
-from qerl.config.renamed import refuse_former_names
 from qerl.config.task import is_environment_name
 from qerl.errors import UserError, quantity
 
@@ -62,11 +58,9 @@ def run(arguments: list[str]) -> None:
         return
     name, default, options = read_recipe(arguments, "train")
     config = parse_options(RunConfig, options, f"train {name}", default)
-    is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
-    if is_first:
-        model, steps = f"{config.model.path} in {config.model.format}", quantity(config.num_steps, "step")
-        reward = "" if config.agent.function else f", reward {' + '.join(config.task.rewards) or 'none'}"
-        announce(f"train {name}: {model}{reward}, {steps}, {config.out}", sys.stdout)
+    model, steps = f"{config.model.path} in {config.model.format}", quantity(config.num_steps, "step")
+    reward = "" if config.agent.function else f", reward {' + '.join(config.task.rewards) or 'none'}"
+    announce_run(f"train {name}: {model}{reward}, {steps}, {config.out}")
     from qerl.tasks.rows import check_file  # imports torch, which takes seconds
 
     check_file("task.name", config.task.name)  # before the rewards' files
@@ -75,9 +69,7 @@ def run(arguments: list[str]) -> None:
     else:
         from qerl.serve.agents import train_with_agent as train
 
-    result = train(config)
-    if is_first:
-        print(json.dumps(result))
+    print_result(train(config))
 
 
 def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[str]]:
@@ -95,7 +87,6 @@ def read_recipe(arguments: list[str], command: str) -> tuple[str, RunConfig, lis
     """Return the recipe's name, its config, and the options that change it, of a command that takes a run."""
     adapter, arguments = take_init_adapter(arguments)
     arguments = _take_env(expand(arguments, SHORT))
-    refuse_former_names(arguments)
     name, recipe, options = _recipe(arguments, command)
     default = recipe()
     if adapter is not None:
@@ -126,8 +117,6 @@ def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunCo
             f"{command} needs a recipe or your own data: qerl {command} RECIPE, or qerl {command} --task FILE"
             f" --reward FILE.py:FUNCTION; recipes: {', '.join(RECIPES)}"
         )
-    if names[0] in FORMER_RECIPES:
-        raise UserError(f"recipe {names[0]} is now {FORMER_RECIPES[names[0]]}")
     return names[0], RECIPES[check_recipe(names[0], RECIPES, command)], options
 
 

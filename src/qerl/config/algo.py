@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.check import check_not_negative, check_positive
+from qerl.config.conflicts import check_conflicts
 from qerl.errors import require
 
 
@@ -161,12 +162,5 @@ class AlgoConfig:
             f"algo.geometric_low must be between 0 and geometric_high ({self.geometric_high}),"
             f" got {self.geometric_low}",
         )
-        require(
-            self.branching == "none" or not self.dynamic_sampling,
-            "algo.dynamic_sampling drops the groups that algo.branching needs: set only one of them",
-        )
-        require(
-            self.advantage != "beta" or self.overlong != "shape",
-            "algo.advantage beta needs rewards in [0, 1], but algo.overlong shape subtracts up to 1",
-        )
+        check_conflicts(self, "algo")
         require(self.max_rounds >= 1, f"algo.max_rounds must be at least 1, got {self.max_rounds}")

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.check import check_not_negative, check_positive
+from qerl.config.conflicts import check_conflicts
 from qerl.errors import require
 
 
@@ -61,12 +62,7 @@ class DistilConfig:
         beta, share = self.jsd_beta, self.off_policy_share
         require(0 < beta < 1, f"distil.jsd_beta must be between 0 and 1, got {beta}")
         require(0 <= share <= 1, f"distil.off_policy_share must be in [0, 1], got {share}")
-        require(
-            share == 0 or self.is_divergence,
-            "distil.off_policy_share needs distil.loss forward_kl, reverse_kl or jsd: the policy gradient"
-            " is one of the student's own samples",
-        )
-        require(share == 0 or self.data != "", "distil.off_policy_share needs distil.data")
+        check_conflicts(self, "distil")
 
     @property
     def is_on(self) -> bool:

@@ -8,8 +8,8 @@ from qerl.config.check import check_not_negative, check_positive
 from qerl.errors import require
 
 RUBRIC = """\
-Rate the answer to the question below from {least} to {most}: {most} is correct, complete and clear, {least} \
-is wrong or empty.
+Rate the answer to the question below from {min_score} to {max_score}: {max_score} is correct, complete and \
+clear, {min_score} is wrong or empty.
 Think in a few sentences, then end with one line: Score: N
 
 <question>
@@ -35,16 +35,16 @@ class JudgeConfig:
     """Name of the model in requests; None: the first that the endpoint lists."""
 
     rubric: str = RUBRIC
-    """Question to the judge; {prompt}, {completion}, {least}, {most} and the row's columns in braces are
-    filled in. @FILE reads it from a file."""
+    """Question to the judge; {prompt}, {completion}, {min_score}, {max_score} and the row's columns in braces
+    are filled in. @FILE reads it from a file."""
 
     pattern: str = r"score\W{0,5}(-?\d+(?:\.\d+)?)"
     """Regular expression of the score in the judge's reply, upper or lower case; the last match counts."""
 
-    least: float = 0.0
+    min_score: float = 0.0
     """Lowest score; the reward is 0 there."""
 
-    most: float = 10.0
+    max_score: float = 10.0
     """Highest score; the reward is 1 there."""
 
     max_tokens: int = 512
@@ -82,8 +82,9 @@ class JudgeConfig:
         check_not_negative(self, "retries", prefix="task.judge.")
         check_not_negative(self, "price_per_million_input", "price_per_million_output", prefix="task.judge.")
         require(
-            self.least < self.most,
-            f"task.judge.least must be less than task.judge.most ({self.most}), got {self.least}",
+            self.min_score < self.max_score,
+            f"task.judge.min_score must be less than task.judge.max_score ({self.max_score}),"
+            f" got {self.min_score}",
         )
         try:
             groups = re.compile(self.pattern).groups

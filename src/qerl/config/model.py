@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.check import check_positive
+from qerl.config.conflicts import check_conflicts
 from qerl.errors import require
 
 
@@ -48,10 +49,7 @@ class ModelConfig:
     the same values, for devices without fused kernels. auto: resident on a CPU."""
 
     def __post_init__(self):
-        require(
-            self.calibrate == "none" or self.format == "nvfp4",
-            f"model.calibrate {self.calibrate} needs model.format nvfp4, got {self.format}",
-        )
+        check_conflicts(self, "model")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +94,6 @@ class AdapterConfig:
     def __post_init__(self):
         check_positive(self, "rank", "alpha", "expert_rank", prefix="adapter.")
         require(0 <= self.dropout < 1, f"adapter.dropout must be in [0, 1), got {self.dropout}")
-        require(
-            self.experts == "none" or self.dropout == 0,
-            f"adapter.experts {self.experts} needs adapter.dropout 0, got {self.dropout}",
-        )
-        require(
-            self.experts == "none" or self.kind == "lora",
-            f"adapter.experts {self.experts} needs adapter.kind lora, got {self.kind}",
-        )
+        check_conflicts(self, "adapter")
         has_any = len(self.target_modules) > 0
         require(has_any, "adapter.target_modules must name at least one linear, got none")

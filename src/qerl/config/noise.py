@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.check import check_not_negative, check_positive
+from qerl.config.conflicts import check_conflicts
 from qerl.errors import require
 
 
@@ -89,10 +90,7 @@ class NoiseConfig:
                 f"noise.sigma_start must be within noise.control's bounds [{low}, {high}],"
                 f" got {self.sigma_start}",
             )
-            require(
-                self.control.measure != "kl" or self.noise_in == "sampler",
-                "noise.control.measure kl needs noise.noise_in sampler: with noise in both there is no KL",
-            )
+        check_conflicts(self, "noise")
 
     @property
     def is_controlled(self) -> bool:

@@ -4,13 +4,13 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.check import check_not_negative, check_positive
-from qerl.errors import require
+from qerl.config.conflicts import check_conflicts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    admission: Literal["given", "longest_first"] = "given"
-    """Order in which a step's prompts are sampled where not all samples run at once: given is the task's;
+    prompt_order: Literal["fifo", "longest_first"] = "fifo"
+    """Order in which a step's prompts are sampled where not all samples run at once: fifo is the task's;
     longest_first begins with the prompts whose latest samples were longest."""
 
     partial: bool = False
@@ -32,4 +32,4 @@ class RolloutConfig:
     def __post_init__(self):
         check_not_negative(self, "extra_prompts", prefix="rollout.")
         check_positive(self, "max_staleness", prefix="rollout.")
-        require(self.partial or not self.keep_kv_cache, "rollout.keep_kv_cache needs rollout.partial")
+        check_conflicts(self, "rollout")

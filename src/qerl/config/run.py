@@ -8,6 +8,7 @@ import tyro
 from qerl.config.agent import AgentConfig
 from qerl.config.algo import AlgoConfig
 from qerl.config.check import check_finite, check_not_negative, check_positive
+from qerl.config.conflicts import check_conflicts
 from qerl.config.distil import DistilConfig
 from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
@@ -144,119 +145,37 @@ class RunConfig:
         size, why = self.num_generations, "samples are compared within a group"
         least = 1 if self.distil.is_on else 2
         require(size >= least, f"num_generations must be at least {least} ({why}), got {size}")
-        if self.distil.is_on:
-            self._check_distil()
-        else:
-            require(len(self.task.rewards) > 0, "task.rewards must name at least one reward, got none")
-        cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
-        unsupported = f"engine.exact does not support truncated sampling: unset {', '.join(cuts)}"
-        require(not (self.engine.exact and cuts), unsupported)
-        require(
-            self.ray.max_staleness == 0 or (self.ray.address is not None and self.algo.importance != "none"),
-            "ray.max_staleness needs ray.address and an algo.importance other than none",
-        )
-        require(
-            self.model.sampler_format is None or (self.adapter.kind == "lora" and not self.engine.exact),
-            f"model.sampler_format {self.model.sampler_format} needs adapter.kind lora and engine.exact off",
-        )
-        require(
-            self.algo.branching == "none" or (self.noise.scope, self.noise.noise_in) != ("sample", "both"),
-            "noise.scope sample with noise_in both needs algo.branching none: the learner treats a branch's"
-            " prefix as prompt, without the sample's noise",
-        )
-        require(
-            self.algo.branching == "none" or self.ray.address is None or self.noise.scope == "step",
-            f"noise.scope {self.noise.scope} does not work with algo.branching deep and ray.address, where a"
-            " branch's prompt has the tokens before its pivot: set it to step",
-        )
-        self._check_agent()
-        self._check_partial()
-        self._check_judge()
-        is_plain = not self.rollout.partial and self.algo.branching == "none" and not self.distil.is_on
-        require(
-            self.rollout.admission == "given" or (is_plain and self.ray.address is None),
-            "rollout.admission longest_first does not work with rollout.partial, algo.branching,"
-            " distil.teacher or ray.address",
-        )
-        noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
-        require(
-            not noise.is_controlled or noise.control.warmup_steps < self.num_steps,
-            f"noise.control.warmup_steps must be under num_steps ({self.num_steps}),"
-            f" got {noise.control.warmup_steps}",
-        )
-        require(
-            updates <= self.num_prompts,
-            f"learn.updates_per_step must not exceed num_prompts ({self.num_prompts}), got {updates}",
-        )
-        require(
-            self.algo.overlong != "shape" or buffer < self.sample.max_tokens,
-            f"algo.overlong_buffer must be under sample.max_tokens ({self.sample.max_tokens}), got {buffer}",
-        )
+        has_reward = self.distil.is_on or len(self.task.rewards) > 0
+        require(has_reward, "task.rewards must name at least one reward, got none")
+        check_conflicts(self)
+        self._check_limits()
 
-    def _check_agent(self) -> None:
-        """Refuse what an agent's episodes, which are sampled request by request, cannot do."""
-        if self.agent.function is None:
-            return
-        most, answer = self.agent.context_tokens, self.sample.max_tokens
-        require(answer < most, f"sample.max_tokens must be under agent.context_tokens ({most}), got {answer}")
-        for is_set, what in (
-            (self.noise.scope != "step", f"noise.scope {self.noise.scope}: set it to step"),
-            (self.algo.overlong == "shape", "algo.overlong shape: set it to keep or mask"),
-        ):
-            require(not is_set, f"an agent does not work with {what}")
-
-    def _check_judge(self) -> None:
-        """Refuse what the run's own base model cannot be a judge beside."""
-        if self.task.judge.url != "base" or "judge" not in self.task.rewards:
-            return
-        for is_set, what in (
-            (self.ray.address is not None, "--ray: give the URL of an endpoint"),
-            (self.algo.branching != "none", f"algo.branching {self.algo.branching}: its KV cache stays open"),
-            (self.adapter.kind != "lora", f"adapter.kind {self.adapter.kind}: the base model changes"),
-        ):
-            require(not is_set, f"task.judge.url base does not work with {what}")
-
-    def _check_partial(self) -> None:
-        """Refuse what groups that several steps sample cannot do."""
-        if not self.rollout.partial:
-            return
-        algo, extra = self.algo, self.rollout.extra_prompts
-        for is_set, what in (
-            (algo.importance == "none", "algo.importance none: older tokens need a correction"),
-            (algo.branching != "none", f"algo.branching {algo.branching}"),
-            (algo.dynamic_sampling, "algo.dynamic_sampling"),
-            (self.agent.function is not None, "an agent"),
-            (self.distil.is_on, "distil.teacher"),
-            (self.ray.address is not None, "ray.address"),
-            (self.noise.scope != "step", f"noise.scope {self.noise.scope}"),
-        ):
-            require(not is_set, f"rollout.partial does not work with {what}")
-        is_exact = self.engine.exact and self.rollout.keep_kv_cache
-        require(not is_exact, "rollout.keep_kv_cache does not work with engine.exact")
-        got = f"got {extra}" if extra != RolloutConfig().extra_prompts else f"got its default, {extra}"
-        most = f"must not exceed num_prompts ({self.num_prompts})"
-        require(extra <= self.num_prompts, f"rollout.extra_prompts {most}, {got}")
-
-    def _check_distil(self) -> None:
-        algo, distil = self.algo, self.distil
-        at_one = self.sample.temperature == 1
-        require(self.agent.function is None, "distil.teacher does not work with an agent")
+    def _check_limits(self) -> None:
+        """Check numbers that others limit."""
+        extra, most = self.rollout.extra_prompts, f"must not exceed num_prompts ({self.num_prompts})"
+        is_default = extra == RolloutConfig().extra_prompts
         require(
-            self.noise.schedule == "none",
-            f"distil.teacher needs noise.schedule none, got {self.noise.schedule}: noise would reach it",
+            not self.rollout.partial or extra <= self.num_prompts,
+            f"rollout.extra_prompts {most}, got {'its default, ' if is_default else ''}{extra}",
+        )
+        context, answer = self.agent.context_tokens, self.sample.max_tokens
+        require(
+            self.agent.function is None or answer < context,
+            f"sample.max_tokens must be under agent.context_tokens ({context}), got {answer}",
+        )
+        warmup, updates, buffer = (
+            self.noise.control.warmup_steps,
+            self.learn.updates_per_step,
+            self.algo.overlong_buffer,
         )
         require(
-            algo.branching == "none" and not algo.dynamic_sampling,
-            "distil.teacher does not work with algo.branching or dynamic_sampling, which select by reward",
+            not self.noise.is_controlled or warmup < self.num_steps,
+            f"noise.control.warmup_steps must be under num_steps ({self.num_steps}), got {warmup}",
         )
+        require(updates <= self.num_prompts, f"learn.updates_per_step {most}, got {updates}")
         require(
-            distil.is_divergence or algo.loss_type != "gspo",
-            "distil.loss policy_gradient has an advantage for each token: set algo.loss_type gspo_token",
-        )
-        require(
-            at_one or not distil.is_endpoint,
-            f"an endpoint's logprobs are at temperature 1: set sample.temperature 1,"
-            f" got {self.sample.temperature}",
+            self.algo.overlong != "shape" or buffer < answer,
+            f"algo.overlong_buffer must be under sample.max_tokens ({answer}), got {buffer}",
         )
 
     @property

@@ -6,7 +6,6 @@ from typing import Any
 
 from qerl.config import RunConfig
 from qerl.config.regular_file import parse_json, read_regular
-from qerl.config.renamed import with_present_names
 from qerl.errors import UserError
 
 BASE = "base"
@@ -24,7 +23,7 @@ def with_stored_base(config: RunConfig, run: Path) -> RunConfig:
 
 def parse_run_config(data: dict[str, Any]) -> RunConfig:
     """Return the RunConfig of plain values (of `asdict` or JSON); an unknown key is an error."""
-    return _build(RunConfig, with_present_names(data) if isinstance(data, dict) else data, "config")
+    return _build(RunConfig, data, "config")
 
 
 def read_run_config(source: str) -> RunConfig | None:

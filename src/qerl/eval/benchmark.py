@@ -20,8 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from qerl.algo.estimate import majority_vote
-from qerl.tracking.atomic_file import encode, write_atomic
-from qerl.tracking.json_lines import decode
+from qerl.tracking.atomic_file import encode, parse_object, write_atomic
 from qerl.training.rollouts import evaluation
 from qerl.training.rollouts.evaluation import Evaluation
 from qerl.types import Prompt, RolloutEngine, Sampling
@@ -71,7 +70,7 @@ def result_path(folder: Path, settings: dict[str, Any]) -> Path:
 
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Return the results of the problems so far; none if the file is missing or damaged."""
-    problems = (decode(path.read_bytes()) or {}).get("problems") if path.exists() else None
+    problems = (parse_object(path.read_bytes()) or {}).get("problems") if path.exists() else None
     return problems if isinstance(problems, list) else []
 
 

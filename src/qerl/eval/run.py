@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import NoiseConfig, RunConfig, SampleConfig, TaskConfig
+from qerl.config import EngineConfig, ModelConfig, NoiseConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.config.options import EvalOptions
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError
@@ -33,7 +33,7 @@ from qerl.training.calibrated import refuse_calibration
 from qerl.training.engines.multi_turn import MultiTurnEngine, with_environment
 from qerl.training.policy import check_prompt_fits, load_tokenizer_and_limit, load_trained_sampler
 from qerl.training.rollouts.rollout import sampling_of
-from qerl.types import Prompt
+from qerl.types import Prompt, Sampling
 
 
 def run_benchmarks(
@@ -53,7 +53,7 @@ def run_benchmarks(
     config = _sampling_config(run, options, is_own_task=not named)
     adapters = Path(source) / "checkpoints" if run is not None and options.with_adapter else None
     folder = options.out or (Path("runs/eval") if run is None else Path(source) / "eval")
-    tasks = {name: _with_prompt(task, run, options) for name, task in named.items()} | own
+    tasks = {name: _with_prompt(task, run and run.task, options) for name, task in named.items()} | own
     has_benchmarks = bool(tasks)
     tasks = tasks or {"task": options.task}
     results = []
@@ -63,17 +63,19 @@ def run_benchmarks(
         pools = {key: stack.enter_context(RewardPool(task)) for key, task in by_grading.items()}
         tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
         check_prompt_fits(max_prompt_tokens, options.max_tokens, "max_tokens")
-        benchmarks = {}
+        benchmarks, sampling = {}, sampling_of(config)
         for name, task in tasks.items():
             limits = {"num": options.num_prompts, "max_prompt_tokens": max_prompt_tokens}
             prompts = _prompts(task, tokenizer, config.seed, is_whole=has_benchmarks, **limits)
             pools[_grading(task)].check(prompts[0])
-            benchmarks[name] = _benchmark(name, task, prompts, pools[_grading(task)], votes, config, options)
+            benchmarks[name] = _benchmark(
+                name, task, prompts, pools[_grading(task)], votes, sampling, options
+            )
         notice = partial(console.print, markup=False, highlight=False)
         for text in sorted({text for pool in pools.values() for text in pool.notices}):
             notice(text)
         load_engine = cache(partial(load_trained_sampler, config, tokenizer, adapters, notice))
-        model_settings = {"model": source, **_model_settings(config, adapters)}
+        model_settings = {"model": source, **_model_settings(config.model, config.engine, adapters)}
         for name, benchmark in benchmarks.items():
             task, pool = tasks[name], pools[_grading(tasks[name])]
             settings = settings_of(benchmark, model_settings | _task_settings(task, pool))
@@ -167,10 +169,10 @@ def _sampling_config(run: RunConfig | None, options: EvalOptions, *, is_own_task
     )
 
 
-def _with_prompt(task: TaskConfig, run: RunConfig | None, options: EvalOptions) -> TaskConfig:
-    """Return the benchmark's task with the user's template and the system prompt of the run, if any."""
-    system_prompt = run.task.system_prompt if run is not None else task.system_prompt
-    return dataclasses.replace(task, template=options.template or task.template, system_prompt=system_prompt)
+def _with_prompt(task: TaskConfig, trained: TaskConfig | None, options: EvalOptions) -> TaskConfig:
+    """Return the benchmark's task with the user's template and the system prompt of the run's, if any."""
+    template, system_prompt = options.template or task.template, (trained or task).system_prompt
+    return dataclasses.replace(task, template=template, system_prompt=system_prompt)
 
 
 def _prompts(
@@ -197,7 +199,7 @@ def _benchmark(
     prompts: list[Prompt],
     pool: RewardPool,
     votes: VotePool,
-    config: RunConfig,
+    sampling: Sampling,
     options: EvalOptions,
 ) -> Benchmark:
     grader = voting_grader(task.rewards)
@@ -208,21 +210,21 @@ def _benchmark(
         score=pool.score,
         count_votes=partial(votes.count, grader) if grader else None,
         num_samples=options.num_samples,
-        sampling=sampling_of(config),
+        sampling=sampling,
         seed=options.seed,
         success_threshold=pool.success_threshold(options.success_threshold),
     )
 
 
-def _model_settings(config: RunConfig, adapters: Path | None) -> dict[str, Any]:
+def _model_settings(model: ModelConfig, engine: EngineConfig, adapters: Path | None) -> dict[str, Any]:
     """Return the weights, formats, code and device that samples depend on."""
     newest = None if adapters is None else checkpoint.find_latest(adapters)[0]
     return {
-        "weights": _fingerprint(locate(config.model.path).path),
+        "weights": _fingerprint(locate(model.path).path),
         "checkpoint": None if newest is None else _fingerprint(newest),
-        **dataclasses.asdict(config.model),
-        "kv": config.engine.kv_cache_dtype,
-        **environment(config.model.device),
+        **dataclasses.asdict(model),
+        "kv": engine.kv_cache_dtype,
+        **environment(model.device),
     }
 
 

@@ -87,7 +87,9 @@ def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype = t
         hf_config = without_quantization(language_config(source.open().config))
         hf_writer.write_json(folder / "config.json", with_dtype(hf_config, dtype))
         hf_writer.write_tokenizer(folder, source)
-        if (note := make_note(run, config, decoder, locate(str(folder)).open())) is not None:
+        if (
+            note := make_note(run, config.model, config.adapter, decoder, locate(str(folder)).open())
+        ) is not None:
             write_note(folder, note)
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import safetensors.torch
 from torch import Tensor
 
-from qerl.config import RunConfig
+from qerl.config import AdapterConfig, ModelConfig
 from qerl.errors import RunError, UserError, require
 from qerl.learner.host_copy import HostCopy
 from qerl.learner.learner import Learner
@@ -90,7 +90,10 @@ def snapshot(
         file: safetensors_parts({name: copies[f"{file} {name}"] for name in named})
         for file, named in tensors.items()
     }
-    described = {ADAPTER_CONFIG: [_json(adapter_description(learner.config, model))], STATE: [_json(state)]}
+    described = {
+        ADAPTER_CONFIG: [_json(adapter_description(learner.config.adapter, learner.config.model, model))],
+        STATE: [_json(state)],
+    }
     contents = packed | described
     return Snapshot(next_step=next_step, contents={name: contents[name] for name in _CONTENTS})
 
@@ -140,7 +143,7 @@ def load_latest(folder: Path, learner: Learner) -> Resumed | None:
         return None
     state = json.loads((path / STATE).read_bytes())
     adapter, optimizer = _unpacked(path / ADAPTER), _unpacked(path / OPTIMIZER)
-    learner.load(adapter, optimizer, state["version"], state.get("micro_tokens"))
+    learner.load(adapter, optimizer, state["version"], state["micro_tokens"])
     return Resumed(state["next_step"], state["extra"], notices)
 
 
@@ -221,16 +224,19 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def peft_config(config: RunConfig, model: PolicyModel) -> dict[str, Any]:
-    """Return PEFT's adapter_config.json, with which PEFT loads the folder as it is."""
-    adapter = config.adapter
+def adapter_description(adapter: AdapterConfig, base: ModelConfig, model: PolicyModel) -> dict[str, Any]:
+    """Return the description of the tensors in the folder: PEFT's adapter_config.json, with which PEFT loads
+    the folder as it is, but for adapter.kind full."""
+    if adapter.kind == "full":
+        targets = targets_of(model, adapter)
+        return {"kind": "full", "base_model_name_or_path": base_name(base.path), "targets": targets}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name(config.model.path),
+        "base_model_name_or_path": base_name(base.path),
         **peft_targets(model.architecture, targets_of(model, adapter), adapter.rank, adapter.alpha),
-        **_expert_targets(config, model),
-        "lora_dropout": config.adapter.dropout,
+        **_expert_targets(adapter, model),
+        "lora_dropout": adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -241,24 +247,13 @@ def peft_config(config: RunConfig, model: PolicyModel) -> dict[str, Any]:
     }
 
 
-def _expert_targets(config: RunConfig, model: PolicyModel) -> dict[str, Any]:
-    if config.adapter.experts == "none":
+def _expert_targets(adapter: AdapterConfig, model: PolicyModel) -> dict[str, Any]:
+    if adapter.experts == "none":
         return {}
-    parameters, targets = expert_parameters(model.architecture), targets_of(model, config.adapter)
-    linears = peft_targets(model.architecture, targets, config.adapter.rank, config.adapter.alpha)
-    ranks = dict.fromkeys(parameters, config.adapter.expert_rank)
+    parameters, targets = expert_parameters(model.architecture), targets_of(model, adapter)
+    linears = peft_targets(model.architecture, targets, adapter.rank, adapter.alpha)
+    ranks = dict.fromkeys(parameters, adapter.expert_rank)
     return {"target_parameters": parameters, "rank_pattern": linears.get("rank_pattern", {}) | ranks}
-
-
-def adapter_description(config: RunConfig, model: PolicyModel) -> dict[str, Any]:
-    """Return the description of the tensors in the folder."""
-    if config.adapter.kind == "lora":
-        return peft_config(config, model)
-    return {
-        "kind": "full",
-        "base_model_name_or_path": base_name(config.model.path),
-        "targets": targets_of(model, config.adapter),
-    }
 
 
 def _unpacked(path: Path) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ class LearnerForward(Protocol):
 def forward_of(model: PolicyModel, config: RunConfig) -> LearnerForward:
     """Return the forward pass of this model."""
     if isinstance(model, TransformersModel):
-        return TransformersForward(model, config)
+        return TransformersForward(model, config.learn, config.sample.temperature)
     assert isinstance(model, Decoder)
     return DecoderForward(model, config)
 

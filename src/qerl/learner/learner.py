@@ -33,7 +33,7 @@ from qerl.algo.importance import correct
 from qerl.algo.kl import KL_RATIOS, k3
 from qerl.algo.loss import LOSSES
 from qerl.config import AlgoConfig, RunConfig
-from qerl.errors import RunError, UserError
+from qerl.errors import RunError
 from qerl.kernels.head.divergence import chunked_divergence
 from qerl.learner.backward import check_backward
 from qerl.learner.distributed import ALONE, Ranks
@@ -91,11 +91,7 @@ class Learner:
         """False once memory has not sufficed."""
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
-        if config.adapter.kind == "full" and config.algo.beta > 0:
-            raise UserError(
-                "algo.beta needs a frozen reference policy; adapter.kind full has none: set it to 0"
-            )
-        check_backward(decoder, config)
+        check_backward(decoder, config.learn.backward)
         self._linear_pass = LinearPass(backward=config.learn.backward)
         self._loss = LOSSES[config.algo.loss_type]
         self._optimizer = new_optimizer(self._masters, config.learn)

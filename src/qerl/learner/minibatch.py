@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 
 from qerl.algo.loss import LOSSES
-from qerl.config import RunConfig
+from qerl.config import DistilConfig, RunConfig
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.learner.packing import PackedBatch, pack
 from qerl.types import Group, Sample
@@ -82,8 +82,8 @@ def _share(
     samples_P: list[Group], branches_P: list[Group], config: RunConfig, device: torch.device, ranks: Ranks
 ) -> Minibatch:
     deep = config.algo.deep
-    known_P = [_with_rewards(group, config) for group in samples_P]
-    grown_P = [after_prefix(_with_rewards(group, config)) for group in branches_P]
+    known_P = [_with_known(group, config.distil) for group in samples_P]
+    grown_P = [after_prefix(_with_known(group, config.distil)) for group in branches_P]
     weights_P_G = _weights(known_P, config, config.num_generations)
     weights_P_G += [[deep.weight * w for w in ws] for ws in _weights(grown_P, config, deep.num_branches)]
     known_P += grown_P
@@ -111,9 +111,9 @@ def _balanced(weighted_P: list[tuple[Group, list[float]]], ranks: Ranks) -> list
     return [pair for p, pair in enumerate(weighted_P) if p in own]
 
 
-def _with_rewards(group: Group, config: RunConfig) -> Group:
+def _with_known(group: Group, distil: DistilConfig) -> Group:
     """Keep the samples that have a reward, or in distillation the teacher's logprobs."""
-    known_G = [s.teacher if config.distil.is_on else s.reward for s in group.samples_G]
+    known_G = [s.teacher if distil.is_on else s.reward for s in group.samples_G]
     pairs = zip(group.samples_G, known_G, strict=True)
     return dataclasses.replace(group, samples_G=[s for s, known in pairs if known is not None])
 

@@ -14,17 +14,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from qerl.config import RunConfig
+from qerl.config import LearnConfig
 from qerl.learner.packing import PackedBatch
 from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.transformers_backend.transformers_model import TransformersModel
 
 
 class TransformersForward:
-    def __init__(self, model: TransformersModel, config: RunConfig):
-        self._model, self._temperature = model, config.sample.temperature
+    def __init__(self, model: TransformersModel, learn: LearnConfig, temperature: float):
+        self._model, self._temperature = model, temperature
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.model.forward).parameters
-        if config.learn.gradient_checkpointing == "layer":
+        if learn.gradient_checkpointing == "layer":
             model.checkpoint_layers()
 
     def __call__(self, batch: PackedBatch, linear_pass: LinearPass = PLAIN) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ class Rubric:
 
     def message(self, prompt: str, completion: str, row: dict[str, Any]) -> str:
         settings, own = self._settings, {"prompt": prompt, "completion": completion}
-        own |= {"least": f"{settings.least:g}", "most": f"{settings.most:g}"}
+        own |= {"min_score": f"{settings.min_score:g}", "max_score": f"{settings.max_score:g}"}
         return _filled(self._text, row | own)
 
     def key(self, message: str) -> str:
@@ -88,9 +88,10 @@ class Rubric:
             score = float(found[-1])
         except (IndexError, ValueError):
             raise JudgeFailed(f"no score in the reply {reply[-80:]!r}") from None
-        if not settings.least <= score <= settings.most:
-            raise JudgeFailed(f"the score {score:g} is not in {settings.least:g} to {settings.most:g}")
-        return (score - settings.least) / (settings.most - settings.least)
+        low, high = settings.min_score, settings.max_score
+        if not low <= score <= high:
+            raise JudgeFailed(f"the score {score:g} is not in {low:g} to {high:g}")
+        return (score - low) / (high - low)
 
 
 class Judge:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import redact
-from qerl.tracking.atomic_file import encode, write_atomic
+from qerl.tracking.atomic_file import encode, parse_object, write_atomic
 from qerl.tracking.json_lines import decode
 from qerl.tracking.loggers import Logger
 from qerl.tracking.metric_text import is_timing
@@ -145,7 +145,7 @@ def num_sent(folder: Path, name: str) -> int:
 
 def _read_state(path: Path) -> tuple[str | None, int]:
     """Return the remote run's id, if there is one, and how many steps it has."""
-    state = (decode(path.read_bytes()) if path.exists() else None) or {}
+    state = (parse_object(path.read_bytes()) if path.exists() else None) or {}
     run_id, num_steps = state.get("run"), state.get("steps")
     return (run_id, num_steps) if isinstance(run_id, str) and isinstance(num_steps, int) else (None, 0)
 

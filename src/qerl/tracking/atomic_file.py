@@ -87,6 +87,15 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def parse_object(text: bytes) -> dict[str, Any] | None:
+    """Return the JSON object; None if the text is damaged."""
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 class OpenFolder:
     """A folder that other programs may move while it is open."""
 

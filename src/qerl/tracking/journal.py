@@ -126,14 +126,13 @@ class Journal:
             for name, (was, now) in changes({key: old.get(key) for key in facts}, facts).items():
                 if name not in ("command", "start_time", "config.out", *self._changed):
                     self.notice(f"{name} is now {now}; the run started with {was}")
-        self._compares_sources = self._next_step > 0 and "sources" in self._facts
-        self._facts.setdefault("sources", {})  # runs of former versions have none
+        self._compares_sources = self._next_step > 0
         self.check_sources(sources, ("reward ", "rows of "))
 
     def check_sources(self, sources: Mapping[str, str], kinds: tuple[str, ...]) -> None:
         """Record these hashes in run.json; once a step is recorded, compare them with those of their kinds,
         which begin their names."""
-        path, recorded = self._folder / "run.json", self._facts["sources"]
+        path, recorded = self._folder / "run.json", self._facts.setdefault("sources", {})
         if self._compares_sources:
             old = {name: value for name, value in recorded.items() if name.startswith(kinds)}
             accepts = self._config["accept_changes"]
@@ -234,7 +233,7 @@ class Journal:
         """Number of steps of the newest checkpoint that is recorded; 0 without one.
 
         events.jsonl has each. In metrics.jsonl the step that follows its copy has checkpoint_hold_s, and a
-        later one checkpoint_write_s; runs of former versions have checkpoint_s in the step that follows.
+        later one checkpoint_write_s.
         """
         events = [event.get("checkpoint") for event in self._events.read()]
         noted = [next_step for next_step in events if isinstance(next_step, int)]
@@ -243,7 +242,6 @@ class Journal:
             if record.get("checkpoint_write_s"):
                 timed.append(copied)
             copied = record["step"] if record.get("checkpoint_hold_s") else copied
-            timed += [record["step"]] if record.get("checkpoint_s") else []
         return max([*noted[-1:], *timed])
 
     def _note(self, text: str, **more: int) -> None:

@@ -1,7 +1,7 @@
 """JSON lines with a checksum each, in a file that is appended to and watched for other writers.
 
 line      {"step": 3, ..., "crc32": "0123abcd"}: strict JSON; a number that is not finite becomes null
-crc32     CRC-32 of the line's bytes before `, "crc32"`; a line of a former version has none
+crc32     CRC-32 of the line's bytes before `, "crc32"`
 append    all lines in one write, then fsync: a kill leaves at most an incomplete last line
 cut       truncate the file at the first line of a step that is taken again
 mend      before a step is written: put the file back if another program has replaced or removed it
@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl.config.regular_file import open_regular, parse_json
+from qerl.config.regular_file import open_regular
 from qerl.errors import RunError, UserError, quantity
-from qerl.tracking.atomic_file import encode, write_atomic, write_synced
+from qerl.tracking.atomic_file import encode, parse_object, write_atomic, write_synced
 
 _CHECKSUM = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}\r?\n?', re.DOTALL)
-_FRAME, _DIGITS = b', "crc32": ""}', 8
 _MAX_NAMED_LINES = 5
 
 
@@ -42,29 +41,17 @@ def encode_line(record: dict[str, Any]) -> bytes:
 
 
 def is_intact(line: bytes) -> bool:
-    """True if the line's checksum is right, or if it has none, as those of former versions."""
+    """True if the line ends with its checksum."""
     match = _CHECKSUM.fullmatch(line)
-    return int(match[2], 16) == zlib.crc32(match[1]) if match else not _has_damaged_checksum(line)
-
-
-def _has_damaged_checksum(line: bytes) -> bool:
-    """True if the line ends nearly as one with a checksum does."""
-    tail = line.rstrip(b"\r\n")[-len(_FRAME) - _DIGITS :]
-    at = len(_FRAME) - 2
-    frame = tail[:at] + tail[at + _DIGITS :]
-    return len(frame) == len(_FRAME) and sum(a != b for a, b in zip(frame, _FRAME, strict=True)) < 4
+    return match is not None and int(match[2], 16) == zlib.crc32(match[1])
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
     """Return the line's JSON object, without its checksum; None if the line is damaged."""
-    try:
-        value = parse_json(line) if is_intact(line) else None
-    except ValueError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    value.pop("crc32", None)
-    return value
+    record = parse_object(line) if is_intact(line) else None
+    if record is not None:
+        del record["crc32"]
+    return record
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

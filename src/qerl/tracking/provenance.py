@@ -28,8 +28,6 @@ EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
 ROUNDING = {"learn.gradient_checkpointing", "learn.logprob_chunk_tokens", "learn.max_tokens_per_microbatch"}
 """Fields of the memory of learning: they change how logprobs and gradients are rounded, and are recorded."""
 _MAX_NAMED_FIELDS = 3
-_FORMER_DEFAULTS = {"evaluate.success_threshold": "1.0"}
-"""Defaults of fields that are null by default now."""
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
 
 
@@ -121,9 +119,6 @@ def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict
     accepted |= {"task.name"} if new["accept_changes"] else set()
     if new["num_steps"] > old.get("num_steps", math.inf):
         accepted.add("num_steps")
-    for name, default in _FORMER_DEFAULTS.items():
-        if found.get(name) == (default, "null"):
-            del found[name]
     wrong = {name: pair for name, pair in found.items() if name not in accepted}
     if not wrong:
         return {f"config.{name}": tuple(map(json.loads, pair)) for name, pair in found.items()}

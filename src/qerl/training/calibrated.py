@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.config import ModelConfig, RunConfig
 from qerl.config.stored import BASE, with_stored_base
 from qerl.engine.engine import Engine
-from qerl.errors import UserError, require
+from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
@@ -42,7 +42,6 @@ def with_calibrated_base(config: RunConfig, ranks: Ranks, notice: Callable[[str]
     """Return the config with the calibrated checkpoint as its model; the first call writes it."""
     if config.model.calibrate == "none":
         return config
-    require(config.ray.address is None, "model.calibrate does not work with --ray: run `qerl quantize` first")
     base = Path(config.out) / BASE
     ranks.from_first(
         lambda: _check_base(config, base) if base.exists() else _write_base(config, base, notice)

@@ -292,7 +292,7 @@ class _Session:
         state: dict[str, Any] = {"noise": self.aqn.state()}
         if isinstance(self.rollouts, BranchingRollouts):
             state["tries"] = self.rollouts.state()
-        if isinstance(self.rollouts, GroupRollouts) and self.config.rollout.admission != "given":
+        if isinstance(self.rollouts, GroupRollouts) and self.config.rollout.prompt_order != "fifo":
             state["lengths"] = self.rollouts.lengths.state()
         if isinstance(self.rollouts, PartialRollouts):
             state["begun"] = self.rollouts.state()

@@ -10,6 +10,7 @@ from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.loader import build_decoder
 from qerl.models.quantize.calibration import load_calibration
+from stored_samples import checked_line
 
 CPU = torch.device("cpu")
 ROWS = [("ab ", "old", "length"), ("ab ", "cd", "stop"), ("ab ", "cd", "stop"), ("longer ", "e", "length")]
@@ -18,8 +19,8 @@ ROWS = [("ab ", "old", "length"), ("ab ", "cd", "stop"), ("ab ", "cd", "stop"), 
 @pytest.fixture
 def run(tmp_path):
     tiny_run.write_model(tmp_path)
-    lines = [json.dumps({"prompt": p, "text": t, "finish": f}) + "\n" for p, t, f in ROWS]
-    (tmp_path / "samples.jsonl").write_text("".join(lines) + '{"torn')
+    lines = [checked_line(json.dumps({"prompt": p, "text": t, "finish": f})) for p, t, f in ROWS]
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(lines) + b'{"torn')
     return tmp_path
 
 

@@ -9,11 +9,12 @@ from qerl.errors import UserError
 from qerl.tracking.dashboard.follow import LineReader, RunFollower, step_of
 from qerl.tracking.json_lines import decode
 from qerl.tracking.report.read import read_run
+from stored_samples import checked_line
 from tracking.dashboard.parts import run_of, take_step
 
 
 def line(step, **fields):
-    return json.dumps({"step": step, **fields}).encode() + b"\n"
+    return checked_line(json.dumps({"step": step, **fields}))
 
 
 def test_a_line_comes_once_and_a_half_one_when_it_is_whole(tmp_path):
@@ -42,7 +43,9 @@ def test_a_file_that_was_cut_and_has_grown_again_is_read_anew(tmp_path, num_afte
 
 
 def test_a_damaged_line_is_skipped_with_a_notice(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(line(0) + b'{"step": 1, "rew\n[3]\n{"no": 1}\n' + line(2))
+    (tmp_path / "metrics.jsonl").write_bytes(
+        line(0) + b'{"step": 1, "rew\n[3]\n' + checked_line('{"no": 1}') + line(2)
+    )
     run = RunFollower(tmp_path, "run").run()
     assert [record["step"] for record in run.records] == [0, 2]
     assert run.notices == ["metrics.jsonl: skipped 2 damaged lines: 2, 3"]

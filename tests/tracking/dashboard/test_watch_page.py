@@ -3,6 +3,7 @@
 import pytest
 
 from qerl.tracking.report import write_report
+from stored_samples import checked_line
 from tracking.dashboard import browser
 from tracking.dashboard.parts import run_of, serving, take_step
 
@@ -37,13 +38,14 @@ def test_steps_appear_without_a_reload_and_a_half_line_disturbs_nothing(watched,
     tab.value("window.isTheSame = true")
     take_step(journal, 1)
     assert tab.until(f"{NOW}.includes('step 2 of 10') && {POINTS}") == 2
+    line = checked_line('{"step": 2, "reward": 0.75, "step_s": 1}')
     with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
-        file.write(b'{"step": 2, "rewa')
+        file.write(line[:17])
         file.flush()
         journal.notice("now there is half a line")
         tab.until("document.querySelector('.notices').textContent.includes('half a line')")
         assert tab.value(POINTS) == 2 and "damaged" not in tab.value("document.body.textContent")
-        file.write(b'rd": 0.75, "step_s": 1}\n')
+        file.write(line[17:])
     assert tab.until(f"{NOW}.includes('step 3 of 10') && {POINTS}") == 3
     assert "3 of 10" in tab.value("document.querySelector('[data-part=tiles]').textContent")
     journal.finish({"accuracy_after": 0.875})

@@ -22,6 +22,7 @@ from qerl.tracking.report import write_report
 from qerl.tracking.report.facts import run_summary
 from qerl.tracking.report.page import asset, script_json
 from qerl.types import Group, Prompt, Sample
+from stored_samples import checked_line
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&{{title}}<!--\u2028\ud800"
 
@@ -64,7 +65,7 @@ class Page(HTMLParser):
 
 
 def lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_bytes(b"".join(checked_line(json.dumps(record)) for record in records))
 
 
 def make_run(folder, num_steps=4, **files):
@@ -258,8 +259,8 @@ def test_the_header_says_what_the_run_is(tmp_path):
     assert run_summary({}) == run_summary({"config": 5}) == {}
 
 
-def test_a_run_of_former_names_has_the_same_page(tmp_path):
-    page = page_of([Path(__file__).parents[2] / "data" / "run_before_renaming"], tmp_path)
+def test_a_stored_run_has_a_page(tmp_path):
+    page = page_of([Path(__file__).parents[2] / "data" / "stored_run"], tmp_path)
     for text in ("grpo loss, group advantage, exponential noise 0.03", "4 prompts x 4 samples", "Reward"):
         assert text in page.text
 
@@ -357,8 +358,8 @@ def test_a_run_without_a_finished_step_has_a_page_that_says_so(tmp_path):
 
 def test_values_of_a_wrong_kind_are_no_points(tmp_path):
     folder = make_run(tmp_path / "run", evaluations={"before": 3}, run={"config": 5})
-    (folder / "metrics.jsonl").write_text(
-        '{"step": 0, "reward": "high", "loss": NaN, "entropy": null, "sigma": true}\n'
+    (folder / "metrics.jsonl").write_bytes(
+        checked_line('{"step": 0, "reward": "high", "loss": NaN, "entropy": null, "sigma": true}')
     )
     assert page_of([folder], tmp_path).data["charts"] == []
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from qerl.tracking.report import write_report
+from stored_samples import checked_line
 from tracking.dashboard import browser
 
 pytestmark = pytest.mark.skipif(browser.PATH is None, reason="no Chromium (apt-get install chromium)")
@@ -47,11 +48,11 @@ def report(tab, tmp_path):
     evaluations = {"before": {"accuracy": 0.0, "greedy": 0.25}, "after": {"accuracy": 1.0, "greedy": 1.0}}
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (folder / "metrics.jsonl").write_bytes(b"".join(checked_line(json.dumps(step)) for step in steps))
     (folder / "evaluations.json").write_text(json.dumps(evaluations))
     (folder / "run.json").write_text(json.dumps({"config": {"evaluate": {"num_prompts": 64}}}))
     sample = {"step": 3, "prompt_index": 0, "prompt": PROMPT, "text": "3", "reward": 1.0, "answer": "3"}
-    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    (folder / "samples.jsonl").write_bytes(checked_line(json.dumps(sample)))
     write_report([folder], tmp_path / "page.html")
     tab.errors.clear()
     tab.open((tmp_path / "page.html").as_uri())

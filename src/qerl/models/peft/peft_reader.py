@@ -33,8 +33,6 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
     """Return the masters by PEFT's names, for `load_adapter`, which checks names and shapes. Raise UserError
     if the adapter does not match the config."""
     folder = Path(path).expanduser()
-    if config.kind != "lora":
-        raise UserError(f"adapter.init_from needs adapter.kind lora, got {config.kind}")
     settings = _read_settings(folder)
     for key, option, value in (("r", "rank", config.rank), ("lora_alpha", "alpha", config.alpha)):
         if settings.get(key) != value:

@@ -13,7 +13,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from qerl.config import RunConfig
+from qerl.config import AdapterConfig, ModelConfig
 from qerl.errors import UserError
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.source import Checkpoint, locate
@@ -79,23 +79,25 @@ def _is_valid(probe: Probe, vocab_size: int) -> bool:
     return are_known and 0 <= probe.start < len(tokens_T) <= MAX_PROBE_TOKENS
 
 
-def make_note(run: Path, config: RunConfig, policy: Decoder, merged: Checkpoint) -> MergeNote | None:
+def make_note(
+    run: Path, model: ModelConfig, adapter: AdapterConfig, policy: Decoder, merged: Checkpoint
+) -> MergeNote | None:
     """Return the note for a run's merged model; None if the run has no samples to measure on."""
-    probes = tuple(run_probes(run, config.model.path))
+    probes = tuple(run_probes(run, model.path))
     if not probes:
         return None
-    if config.adapter.kind == "full":
-        source, like = locate(config.model.path).open(), {"compute": policy.compute, "device": policy.device}
-        base = build_decoder(source, format=config.model.format, resident=False, **like)
+    if adapter.kind == "full":
+        source, like = locate(model.path).open(), {"compute": policy.compute, "device": policy.device}
+        base = build_decoder(source, format=model.format, resident=False, **like)
         base_kl = quantization_error(base, merged, probes).kl
     else:
         with adapter_off(policy):
             base_kl = quantization_error(policy, merged, probes).kl
     return MergeNote(
         run=str(run),
-        base=config.model.path,
-        base_format=config.model.format,
-        adapter=dataclasses.asdict(config.adapter),
+        base=model.path,
+        base_format=model.format,
+        adapter=dataclasses.asdict(adapter),
         base_kl=base_kl,
         merged_kl=quantization_error(policy, merged, probes).kl,
         probes=probes,

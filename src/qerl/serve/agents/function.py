@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from qerl.config import RunConfig
+from qerl.config import AgentConfig, RunConfig, TaskConfig
 from qerl.config.task import OPENENV, VERIFIERS, is_environment_name
 from qerl.errors import UserError, require
 from qerl.serve.agents.openenv import OpenEnvAgent
@@ -26,20 +26,20 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, task=task, agent=dataclasses.replace(config.agent, function=absolute))
 
 
-def _named(config: RunConfig) -> Callable[..., Any]:
-    name = str(config.agent.function)
+def _named(agent: AgentConfig, task: TaskConfig) -> Callable[..., Any]:
+    name = str(agent.function)
     if not is_environment_name(name):
         return imported(name, "agent.function")
-    require(config.task.name == name, f"agent.function {name} plays its own tasks: set task.name {name}")
+    require(task.name == name, f"agent.function {name} plays its own tasks: set task.name {name}")
     require_package(name)
     kind = VerifiersAgent if name.startswith(VERIFIERS) else OpenEnvAgent
-    return kind(config.task, config.agent.tool_timeout_s)
+    return kind(task, agent.tool_timeout_s)
 
 
 def find_agent(config: RunConfig, agent: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return the agent's function; raise UserError if it cannot be imported or called, if the packages
     that it needs are missing, or if it is to be branched and does not declare that it can."""
-    function = _named(config) if agent is None else agent
+    function = _named(config.agent, config.task) if agent is None else agent
     if (fault := agent_fault(function)) is not None:
         raise UserError(f"agent.function: {fault}")
     if "client" in agent_arguments(function):

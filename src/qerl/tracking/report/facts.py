@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from qerl.config.renamed import with_present_names
 from qerl.tracking.provenance import flatten
 from qerl.tracking.report.read import RecordedRun
 
@@ -31,9 +30,9 @@ def swatch(index: int, num_runs: int) -> str:
 
 
 def run_summary(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return {label: text} of what this content of run.json has, under former names of fields too."""
+    """Return {label: text} of what this content of run.json has."""
     config = facts.get("config")
-    fields = flatten(with_present_names(config)) if isinstance(config, dict) else {}
+    fields = flatten(config) if isinstance(config, dict) else {}
     known = {name: value for name, value in {**facts, **fields}.items() if value not in (None, "", [])}
     sampler, adapter = known.get("model.sampler_format"), known.get("adapter.kind")
     commit, changed = str(known.get("commit", ""))[:7], " with changes" if facts.get("is_dirty") else ""

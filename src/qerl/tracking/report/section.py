@@ -284,10 +284,10 @@ def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
     between steps. Long runs are averaged: each step is then the last of those averaged."""
     rows = []
     for record in run.records:
-        names = ("checkpoint_hold", "checkpoint", "step", *PHASES[:-1])  # checkpoint_s: former versions
+        names = ("checkpoint_hold", "step", *PHASES[:-1])
         seconds = (max(0.0, number(record.get(f"{name}_s")) or 0.0) for name in names)
-        held_s, former_s, step_s, *parts = seconds
-        rows.append([record["step"] + 1.0, *parts, held_s or former_s, max(0.0, step_s - sum(parts))])
+        held_s, step_s, *parts = seconds
+        rows.append([record["step"] + 1.0, *parts, held_s, max(0.0, step_s - sum(parts))])
     num_rows = min(len(rows), _MAX_STACKED)
     edges = [i * len(rows) // num_rows for i in range(num_rows + 1)] if rows else []
     means = [[fmean(c) for c in zip(*rows[a:b], strict=True)] for a, b in itertools.pairwise(edges)]

@@ -16,8 +16,8 @@ from qerl.algo.overlong import OVERLONG
 from qerl.config import RunConfig
 from qerl.tasks.environment import says_error
 from qerl.tracking import StepLog
-from qerl.training.rollouts.admission import ADMISSION, PromptLengths
 from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
+from qerl.training.rollouts.prompt_order import PROMPT_ORDERS, PromptLengths
 from qerl.types import Episode, Group, Prompt, RolloutEngine, Sample, Sampling
 
 TrainPrompts = Callable[[int, int, int], list[Prompt]]
@@ -58,8 +58,8 @@ class GroupRollouts:
         self, prompts_P: list[Prompt], sampling: Sampling, step: int, scores: OverlappedRewards
     ) -> list[Group]:
         """Return the groups of the prompts, in order, whichever is sampled first."""
-        config, admission = self._config, self._config.rollout.admission
-        order = ADMISSION[admission](prompts_P, self.lengths)
+        config, prompt_order = self._config, self._config.rollout.prompt_order
+        order = PROMPT_ORDERS[prompt_order](prompts_P, self.lengths)
         sampled_P = self._engine.generate(
             [prompts_P[i] for i in order],
             num_samples=config.num_generations,
@@ -68,7 +68,7 @@ class GroupRollouts:
             step=step,
             on_burst=scores.on_burst(order),
         )
-        if admission != "given":
+        if prompt_order != "fifo":
             self.lengths.add(sampled_P)
         by_place = dict(zip(order, sampled_P, strict=True))
         return [by_place[i] for i in range(len(prompts_P))]

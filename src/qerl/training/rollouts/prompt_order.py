@@ -32,7 +32,7 @@ class PromptLengths:
         self._mean = {int(index): mean for index, mean in (state or {}).items()}
 
 
-def as_given(prompts_P: list[Prompt], lengths: PromptLengths) -> list[int]:
+def fifo(prompts_P: list[Prompt], lengths: PromptLengths) -> list[int]:
     return list(range(len(prompts_P)))
 
 
@@ -41,7 +41,7 @@ def longest_first(prompts_P: list[Prompt], lengths: PromptLengths) -> list[int]:
     return sorted(range(len(prompts_P)), key=lambda i: -lengths.expected(prompts_P[i]))
 
 
-ADMISSION: dict[str, Callable[[list[Prompt], PromptLengths], list[int]]] = {
-    "given": as_given,
+PROMPT_ORDERS: dict[str, Callable[[list[Prompt], PromptLengths], list[int]]] = {
+    "fifo": fifo,
     "longest_first": longest_first,
 }

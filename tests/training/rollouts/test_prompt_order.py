@@ -7,13 +7,13 @@ import pytest
 import tiny_run
 from qerl.config import AlgoConfig, RolloutConfig
 from qerl.errors import UserError
-from qerl.training.rollouts.admission import PromptLengths, longest_first
+from qerl.training.rollouts.prompt_order import PromptLengths, longest_first
 from qerl.training.rollouts.rollout import GroupRollouts
 from qerl.types import Group, Prompt, Sample
 from training.rollouts.test_partial import CONFIG, Log, Rewards
 from training.test_session import goes_on
 
-LONGEST_FIRST = RolloutConfig(admission="longest_first")
+LONGEST_FIRST = RolloutConfig(prompt_order="longest_first")
 
 
 def prompt(index):
@@ -67,5 +67,5 @@ def test_branches_are_refused():
 
 def test_killed_and_started_again_the_order_is_the_unbroken_runs(tmp_path_factory, tmp_path):
     files = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
-    given = ("--rollout.admission", "longest_first", "--engine.max-num-seqs", "6")
+    given = ("--rollout.prompt-order", "longest_first", "--engine.max-num-seqs", "6")
     goes_on(files, tmp_path, *given, recipe="demo")

