@@ -13,7 +13,7 @@ from qerl.kernels.pointwise import matmul_fp32
 from qerl.kernels.pointwise.matmul_fp32 import CHUNK_ROWS
 from qerl.learner import Learner
 from qerl.learner.chunked_mlp import num_chunks
-from qerl.learner.plan.activations import is_chunked
+from qerl.learner.plan.memory import form_of
 from qerl.models.decoder import Layer
 
 MODES = pytest.mark.parametrize("recompute", ["layer", "offload"])
@@ -86,8 +86,8 @@ def test_the_plan_knows_what_is_chunked(adapter, fed):
     if "dropout" in adapter:
         layer.mlp.up_proj.dropout = 0.1, 3  # type: ignore[union-attr]
     rows = CHUNK_ROWS + 1
-    assert is_chunked(tiny_decoder().architecture, config, rows) is (num_chunks(layer, rows) > 1)
-    assert not is_chunked(tiny_decoder().architecture, config, CHUNK_ROWS)
+    assert form_of(config).is_chunked(tiny_decoder().architecture, rows) is (num_chunks(layer, rows) > 1)
+    assert not form_of(config).is_chunked(tiny_decoder().architecture, CHUNK_ROWS)
 
 
 def test_operands_are_unpacked_once_for_all_chunks(groups, fed, monkeypatch):

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from qerl.bench.case import DecodeCase
-from qerl.bench.learn import num_weights
 from qerl.bench.roofline import LIMITS, step_floor_ms
 from qerl.config import DeepConfig, EngineConfig, RunConfig
+from qerl.cost.cache import page_bytes, slot_bytes
+from qerl.cost.operands import operand_cache_bytes
+from qerl.cost.weights import num_weights
 from qerl.engine.cache.budget import working_bytes
-from qerl.engine.cache.kv_cache import page_bytes
-from qerl.engine.cache.state_cache import slot_bytes
 from qerl.learner.plan import memory as op
 from qerl.learner.plan.microbatch import with_microbatches
-from qerl.learner.plan.rows import full_rows
 from qerl.learner.plan.speed import GPUS, estimate_speed
 from qerl.models.random_weights import SHAPES
 
@@ -98,9 +97,10 @@ def planned(name):
     speed = estimate_speed(GPUS["h100"], a, config, prompt_tokens=256, mean_tokens=300)
     speeds = [round(figure, 3) for figure in dataclasses.astuple(speed)]
     large = with_microbatches(a, op.resolve_checkpointing(a, asked, 256, 150e9), 256, 150e9)
-    rows = full_rows(large, 256)
+    rows = op.full_rows(large, 256)
     learning = op.learning_bytes(op.memory_parts(a, large, 256, rows))
-    sizes = [large.learn.max_tokens_per_microbatch, rows, learning, op.operand_cache_bytes(a, large)]
+    operands = operand_cache_bytes(a, op.form_of(large), large.learn)
+    sizes = [large.learn.max_tokens_per_microbatch, rows, learning, operands]
     return [*parts, *speeds, *map(round, sizes)]
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from qerl.config import RunConfig
+from qerl.cost.operands import operand_cache_bytes
 from qerl.learner import Learner
 from qerl.learner.distributed import Ranks
 from qerl.learner.plan import memory as plan
 from qerl.learner.plan.microbatch import with_microbatches
-from qerl.learner.plan.rows import full_rows
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Group
 
@@ -36,10 +36,10 @@ def planned_learner(
         gpu_bytes = min(ranks.gather(plan.usable_bytes(device)))  # all ranks choose the same
         config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
         config = with_microbatches(arch, config, prompt_tokens, gpu_bytes)
-        rows = full_rows(config, prompt_tokens)
+        rows = plan.full_rows(config, prompt_tokens)
         needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens, rows))
         keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes, rows)
-        held_gb = plan.operand_cache_bytes(arch, config) / 1e9
+        held_gb = operand_cache_bytes(arch, plan.form_of(config), config.learn) / 1e9
         notice(
             f"learn.gradient_checkpointing is {config.learn.gradient_checkpointing}: learning needs"
             f" {needed_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB in micro-batches of"

@@ -4,20 +4,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from qerl.config import RunConfig
+from qerl.config import ModelConfig, RunConfig
+from qerl.cost.operands import operand_cache_bytes
+from qerl.cost.weights import embedding_bytes, weight_bytes
 from qerl.errors import UserError, quantity
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
     can_cache_operands,
-    embedding_bytes,
+    form_of,
+    full_rows,
     memory_parts,
-    operand_cache_bytes,
     peak_bytes,
     resolve_checkpointing,
-    weight_bytes,
 )
 from qerl.learner.plan.microbatch import with_microbatches
-from qerl.learner.plan.rows import full_rows
 from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
@@ -33,13 +33,13 @@ _MAX_SAMPLES, _MAX_RANK = 4096, 1024
 
 def _needed_bytes(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> float:
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_bytes)
-    return max(peak_bytes(memory_parts(a, resolved, prompt_tokens)), _calibration(a, config))
+    return max(peak_bytes(memory_parts(a, resolved, prompt_tokens)), _calibration(a, config.model))
 
 
-def _calibration(a: Architecture, config: RunConfig) -> float:
+def _calibration(a: Architecture, model: ModelConfig) -> float:
     """Return the bytes of model.calibrate gptq, before training: the BF16 model, and four float64 matrices of
     the widest input's products."""
-    if config.model.calibrate == "none":
+    if model.calibrate == "none":
         return 0.0
     widest = max(linear.in_width for spec, _ in counted_specs(a) for linear in spec.linears)
     return weight_bytes(a, "bf16") + embedding_bytes(a, element_bytes=4) + 4 * 8 * widest**2
@@ -136,7 +136,7 @@ def format_plan(
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_gb * 1e9)
     as_run = with_microbatches(a, resolved, prompt_tokens, gpu_gb * 1e9)
     parts = memory_parts(a, resolved, prompt_tokens)
-    calibration = _calibration(a, config)
+    calibration = _calibration(a, config.model)
     peak = max(peak_bytes(parts), calibration)
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
     advice = (
@@ -184,7 +184,7 @@ def _what_fits(
         tokens = f"{as_run.learn.microbatch_tokens:,}"
         lines.append(f"on a GPU, learning takes micro-batches of up to {tokens} tokens in free memory")
     if can_cache_operands(a, as_run, prompt_tokens, gpu_bytes, full_rows(as_run, prompt_tokens)):
-        cache_gb = operand_cache_bytes(a, as_run) / 1e9
+        cache_gb = operand_cache_bytes(a, form_of(as_run), as_run.learn) / 1e9
         lines.append(f"learning also keeps unpacked operands in free memory, up to {cache_gb:.2f} GB")
     return lines
 
@@ -201,7 +201,7 @@ def _speed(
 ) -> list[str]:
     length = mean_tokens or config.sample.max_tokens
     speed = estimate_speed(gpu, a, config, prompt_tokens=prompt_tokens, mean_tokens=length)
-    kernels = KERNEL_NAMES[planned_kernels(gpu, config)]
+    kernels = KERNEL_NAMES[planned_kernels(gpu, config.engine.kernels)]
     rates = f"{speed.sampled_tokens_per_s:,.0f} tokens/s, learning {speed.learned_tokens_per_s:,.0f} tokens/s"
     hours = config.num_steps * speed.step_s / 3600
     return [
