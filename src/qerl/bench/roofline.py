@@ -20,7 +20,7 @@ import torch
 from qerl import formats
 from qerl.bench.case import FORMATS, DecodeCase, SamplingCase
 from qerl.cost.cache import slot_bytes, token_bytes
-from qerl.cost.weights import counted_groups, counted_stacks, experts_read, linear_weights, num_weights
+from qerl.cost.weights import counted_groups, expert_weights, experts_read, linear_weights, num_weights
 from qerl.models.architecture import Architecture
 
 ADAPTER_BYTES = 2
@@ -55,8 +55,7 @@ def rows_floor_ms(
 ) -> float:
     """Return the least time of a decode step of num_rows samples that reads the cache of cached_tokens."""
     (quantized, plain), adapter = linear_weights(a), adapter_weights(a, case.lora_rank)
-    expert = sum(count * x.num_weights // x.num_experts for x, count in counted_stacks(a))
-    quantized += expert * experts_read(a, num_rows)
+    quantized += expert_weights(a) * experts_read(a, num_rows)
     format = FORMATS[case.provider]
     num_bytes = quantized * formats.FORMATS[format].bytes_per_weight + (plain + adapter) * ADAPTER_BYTES
     num_bytes += a.vocab_size * a.width * formats.FORMATS[case.head].bytes_per_weight

@@ -18,13 +18,7 @@ import math
 from qerl.config import AdapterConfig
 from qerl.formats import FORMATS
 from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import (
-    ExpertSpec,
-    LayerSpec,
-    LinearGroupSpec,
-    adapter_targets,
-    counted_specs,
-)
+from qerl.models.layer_spec import ExpertSpec, LinearGroupSpec, adapter_targets, counted_specs
 from qerl.models.lm_head import packed_width
 
 PASSES = {"none": 2, "layer": 3, "offload": 3}
@@ -50,9 +44,14 @@ def linear_weights(a: Architecture) -> tuple[int, int]:
     return quantized, sum(count * group.num_weights for group, count in groups) - quantized
 
 
+def expert_weights(a: Architecture) -> int:
+    """Return the number of weights of one expert of each layer."""
+    return sum(count * x.num_weights // x.num_experts for x, count in counted_stacks(a))
+
+
 def num_active_weights(a: Architecture) -> int:
     """Return the number of expert weights that one token is multiplied by."""
-    return sum(count * spec.active_expert_weights(a) for spec, count in counted_specs(a))
+    return 0 if a.mixture is None else a.mixture.num_chosen * expert_weights(a)
 
 
 def num_weights(a: Architecture) -> int:
@@ -71,19 +70,16 @@ def experts_read(a: Architecture, num_rows: int) -> float:
 def weight_bytes(a: Architecture, format: str) -> float:
     """Return the bytes of the packed linears, their biases, one factor for each output, of routers in BF16
     and of experts. In tiles for the formats that have them."""
-    return sum(count * _layer_bytes(spec, format) for spec, count in counted_specs(a))
+    experts = sum(count * stack_bytes(x, format) for x, count in counted_stacks(a))
+    return experts + sum(count * _group_bytes(x, format) for x, count in counted_groups(a))
 
 
-def _layer_bytes(spec: LayerSpec, format: str) -> float:
-    linears = [linear for group in spec.groups if group.is_quantized for linear in group.linears]
-    plain = [linear for group in spec.groups if not group.is_quantized for linear in group.linears]
+def _group_bytes(group: LinearGroupSpec, format: str) -> float:
+    format = format if group.is_quantized else "bf16"
     bytes_per_weight = _TILE_BYTES if format in ("mxfp4", "nf4") else FORMATS[format].bytes_per_weight
-    packed = sum(stack_bytes(x, format) for x in spec.experts) + sum(2 * x.num_weights for x in plain)
-    packed += sum(x.num_weights for x in linears) * bytes_per_weight
-    factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
-    biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
-    biases += sum((4 if x.short_name == "router" else 2) * x.out_width for x in plain if x.has_bias)
-    return packed + factors + biases
+    biased = sum(linear.out_width for linear in group.linears if linear.has_bias)
+    biases = (4 if group.name == "router" else 2) * biased
+    return group.num_weights * bytes_per_weight + 4 * (format != "bf16") * group.out_width + biases
 
 
 def stack_bytes(x: ExpertSpec, format: str) -> float:
