@@ -33,7 +33,7 @@ from qerl.learner.packing import pack
 from qerl.learner.plan import memory as op
 from qerl.learner.plan import report
 from qerl.learner.plan.memory import form_of, microbatch_rows
-from qerl.models.architecture import Architecture, Rope
+from qerl.models.architecture import Architecture, LayerKind, Rope
 from qerl.models.peft.adapter import adapter_tensors
 from qerl.models.random_weights import random_decoder, shape
 from qerl.types import Group, Prompt, Sample
@@ -189,6 +189,14 @@ def test_a_row_of_a_layer():
     assert activation_bytes(deep, with_learn(gradient_checkpointing="offload"), 10) == 10 * (
         4 * 512 + row + backward
     )
+
+
+def test_values_without_a_linear_of_their_own_take_what_others_take():
+    """Gemma 4's: k_proj's result is both, before the norm and rotation of keys."""
+    valueless = dataclasses.replace(SMALL, layer_kinds=(LayerKind(has_values=False),) * 3)
+    for rows, mode in ((10, "none"), (100_000, "layer")):
+        config = with_learn(gradient_checkpointing=mode)
+        assert activation_bytes(valueless, config, rows) == activation_bytes(SMALL, config, rows)
 
 
 def test_a_long_row_takes_one_chunk_of_the_mlp():

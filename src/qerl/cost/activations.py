@@ -49,8 +49,8 @@ def _saved_bytes(a: Architecture, form: ModelForm, spec: LayerSpec) -> float:
         mixed = spec.qkv.out_width + a.delta.channels + 2 * a.delta.value_width
         fp32 = 2 * a.width + 2 * a.delta.channels + a.delta.value_width
         return size * (inputs + gate_up + mixed) + 4 * fp32 + experts
-    q, k, v = spec.qkv.out_widths
-    return size * (inputs + gate_up + 2 * q + k + v) + 4 * (2 * a.width + a.num_heads) + experts
+    q, k = spec.qkv.out_widths[:2]  # values are as wide as keys, with a linear of their own or without
+    return size * (inputs + gate_up + 2 * q + 2 * k) + 4 * (2 * a.width + a.num_heads) + experts
 
 
 def _saved_expert_bytes(a: Architecture, form: ModelForm) -> int:
@@ -104,13 +104,13 @@ def _recomputed_bytes(a: Architecture, form: ModelForm, spec: LayerSpec, rows: i
     saved, backward = _saved_bytes(a, form, spec), backward_bytes_per_row(a, form)
     if not form.is_chunked(a, rows) or spec.kind.mixer == "delta":
         return rows * (saved + backward)
-    size, (q, k, v) = form.element_bytes, spec.qkv.out_widths
+    size, (q, k) = form.element_bytes, spec.qkv.out_widths[:2]
     inputs = sum(map(form.row_width, spec.groups[:2]))
     normed = a.width * (a.norms.after_attention is not None)
-    mixed = size * (inputs + 2 * q + k + v + normed) + 4 * (a.width + a.num_heads)
+    mixed = size * (inputs + 2 * q + 2 * k + normed) + 4 * (a.width + a.num_heads)
     of_mlp = rows * (mixed + 3 * 4 * a.width) + CHUNK_ROWS * (saved - mixed + backward)
     splits = -(-_SMS // a.num_heads)
-    attention = splits * 4 * q + size * (2 * q + q + k + v)
+    attention = splits * 4 * q + size * (3 * q + 2 * k)
     return max(of_mlp, rows * (mixed + 2 * 4 * a.width + size * (a.width + q) + attention))
 
 
