@@ -1,6 +1,5 @@
 """Make the learner as the memory plan says."""
 
-import dataclasses
 from collections.abc import Callable
 
 from torch import Tensor
@@ -30,8 +29,7 @@ def planned_learner(
     device, arch = decoder.device, decoder.architecture
     if arch is None and config.learn.gradient_checkpointing == "auto":  # there is no plan for this model
         kind = "none" if device.type == "cpu" else "layer"
-        learn = dataclasses.replace(config.learn, gradient_checkpointing=kind)
-        config = dataclasses.replace(config, learn=learn)
+        config = plan.with_fields(config, "learn", gradient_checkpointing=kind)
     if arch is not None and device.type != "cpu":
         gpu_bytes = min(ranks.gather(plan.usable_bytes(device)))  # all ranks choose the same
         config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)

@@ -20,7 +20,7 @@ from 8,192 rows at the 7B shape on an H200, model included, took 41.19 GB with g
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -58,6 +58,11 @@ class MemoryPart:
 
 def form_of(config: RunConfig) -> ModelForm:
     return ModelForm.of(config.model, config.adapter)
+
+
+def with_fields(config: RunConfig, section: str, **fields: Any) -> RunConfig:
+    """Return the config with a section's fields changed: with_fields(config, "learn", backward="int8")."""
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
 
 
 def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
@@ -205,9 +210,7 @@ def resolve_checkpointing(
         return config
     changed = config
     for mode in _CHECKPOINTING_MODES:
-        changed = dataclasses.replace(
-            config, learn=dataclasses.replace(config.learn, gradient_checkpointing=mode)
-        )
+        changed = with_fields(config, "learn", gradient_checkpointing=mode)
         if learning_bytes(memory_parts(a, changed, prompt_tokens)) <= USABLE_SHARE * gpu_bytes:
             break
     return changed

@@ -16,6 +16,7 @@ from qerl.learner.plan.memory import (
     memory_parts,
     peak_bytes,
     resolve_checkpointing,
+    with_fields,
 )
 from qerl.learner.plan.microbatch import with_microbatches
 from qerl.learner.plan.shapes import read_architecture, read_layout
@@ -63,21 +64,14 @@ def largest_settings(
     def with_prompts(count: int) -> RunConfig:
         """All of their samples run at once."""
         running = max(config.engine.max_num_seqs, count * config.num_generations)
-        engine = dataclasses.replace(config.engine, max_num_seqs=running)
-        return dataclasses.replace(config, num_prompts=count, engine=engine)
-
-    def with_tokens(count: int) -> RunConfig:
-        return dataclasses.replace(config, sample=dataclasses.replace(config.sample, max_tokens=count))
-
-    def with_rank(count: int) -> RunConfig:
-        return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, rank=16 * count))
+        return dataclasses.replace(with_fields(config, "engine", max_num_seqs=running), num_prompts=count)
 
     max_prompts = max(_MAX_SAMPLES // config.num_generations, 1)
     max_tokens = max(a.max_positions - prompt_tokens, 1)
     return LargestSettings(
         num_prompts=_largest(max_prompts, lambda n: fits(with_prompts(n))),
-        max_tokens=_largest(max_tokens, lambda n: fits(with_tokens(n))),
-        rank=16 * _largest(_MAX_RANK // 16, lambda n: fits(with_rank(n))),
+        max_tokens=_largest(max_tokens, lambda n: fits(with_fields(config, "sample", max_tokens=n))),
+        rank=16 * _largest(_MAX_RANK // 16, lambda n: fits(with_fields(config, "adapter", rank=16 * n))),
     )
 
 
@@ -91,9 +85,7 @@ def options_that_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu
             continue
         changed = config
         for part, name, value in options:
-            changed = dataclasses.replace(
-                changed, **{part: dataclasses.replace(getattr(changed, part), **{name: value})}
-            )
+            changed = with_fields(changed, part, **{name: value})
         need = _needed_bytes(a, changed, prompt_tokens, gpu_bytes)
         if changed != config and need <= USABLE_SHARE * gpu_bytes:
             set_to = " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
