@@ -42,7 +42,7 @@ def card_tables(_rows: object = None) -> str:
 def _card_table(size: int, name: str) -> str:
     plain = {shape: a for shape, a in SHAPES.items() if a.mixture is None and a.delta is None}
     lines = {shape: _line(shape, a, GPUS[name]) for shape, a in plain.items()}
-    kernels = KERNEL_NAMES[planned_kernels(GPUS[name], RunConfig())]
+    kernels = KERNEL_NAMES[planned_kernels(GPUS[name], "auto")]
     table = markdown(
         f"**{size} GB**, tokens per second of {name}, {kernels}.",
         _HEADER,

@@ -13,9 +13,10 @@ from benchmarks.provider import PROVIDERS, LayerLinears, Provider
 from qerl.bench.measure import cuda_device
 from qerl.bench.options import BenchOptions, check_ranks
 from qerl.bench.record import Origin, row_writer
-from qerl.bench.roofline import ADAPTER_BYTES, LIMITS, Limit, layer_weights
+from qerl.bench.roofline import ADAPTER_BYTES, LIMITS, Limit, adapter_weights
 from qerl.bench.timing import Times, graph_times
 from qerl.config.check import check_positive
+from qerl.cost.weights import linear_weights
 from qerl.errors import RunError, UserError
 from qerl.kernels.tiles.nvfp4_decode import MAX_TOKENS
 from qerl.models.architecture import Architecture
@@ -115,6 +116,6 @@ def linear_floor_ms(
     limit: Limit, a: Architecture, *, bytes_per_weight: float, rank: int, batch: int
 ) -> float:
     """Return the least time of the four products of all layers."""
-    weights, adapter = layer_weights(a, rank)
+    weights, adapter = sum(linear_weights(a)), adapter_weights(a, rank)
     num_bytes = weights * bytes_per_weight + adapter * ADAPTER_BYTES
     return limit.least_ms(num_bytes, 2 * batch * (weights + adapter))

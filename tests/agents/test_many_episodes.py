@@ -12,7 +12,7 @@ from agent_episodes import CHATML, playing, turns_of
 import tiny_run
 from engine.parts import packed_logprobs
 from qerl.config import EngineConfig, ModelConfig, NoiseConfig, RunConfig
-from qerl.engine.cache.kv_cache import page_bytes
+from qerl.cost.cache import page_bytes
 from qerl.engine.schedule.page_pool import PagePool
 from qerl.engine.schedule.scheduler import Scheduler
 from qerl.models.checkpoint.source import locate

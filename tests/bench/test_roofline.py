@@ -4,7 +4,8 @@ import pytest
 
 from benchmarks.linear import linear_floor_ms
 from qerl.bench.case import DecodeCase
-from qerl.bench.roofline import LIMITS, Limit, experts_read, step_floor_ms
+from qerl.bench.roofline import LIMITS, Limit, step_floor_ms
+from qerl.cost.weights import experts_read
 from qerl.models.layer_spec import layer_spec
 from qerl.models.random_weights import SHAPES
 

@@ -5,8 +5,8 @@ import torch
 
 from engine.parts import EOS, STOPS, branched, drawn, engine_of, packed_logprobs, prompts_of, tokenizer
 from models.tiny import tiny
+from qerl.cost.cache import page_bytes
 from qerl.engine import engine as engine_module
-from qerl.engine.cache.kv_cache import page_bytes
 from qerl.engine.schedule.page_pool import PagePool
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix

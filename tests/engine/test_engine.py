@@ -9,7 +9,7 @@ from learner.tiny import VOCAB, tiny_decoder
 from models.tiny import FAMILIES, forest, packed, tiny
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
-from qerl.engine.cache.kv_cache import page_bytes
+from qerl.cost.cache import page_bytes
 from qerl.engine.decode.kernel_forward import NO_KERNELS, KernelForward
 from qerl.errors import UserError
 from qerl.models.peft.adapter import adapter_tensors, add_adapter

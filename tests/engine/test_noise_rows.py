@@ -10,7 +10,7 @@ from learner.tiny import run_config
 from models.tiny import forest, packed, tiny
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
-from qerl.engine.cache.kv_cache import page_bytes
+from qerl.cost.cache import page_bytes
 from qerl.engine.generation import Generation
 from qerl.learner import Learner
 from qerl.models.peft.adapter import add_adapter

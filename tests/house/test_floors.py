@@ -18,6 +18,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("kernels",),
     ("aqn", "tasks", "tracking"),
     ("models",),
+    ("cost",),
     ("engine",),
     ("learner",),
     ("training",),

@@ -9,6 +9,7 @@ from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_learner
 from qerl.bench.case import try_random_decoder
 from qerl.config import ModelConfig
+from qerl.cost.operands import int8_bytes, operand_cache_bytes
 from qerl.errors import UserError
 from qerl.kernels.linear.int8_codes import code_bytes, row_code_bytes
 from qerl.learner import Learner
@@ -27,10 +28,10 @@ def test_a_plan_counts_the_largest_weight_and_gradient_and_all_weights_that_are_
     a, config = shape("qwen2.5-7b"), run_config(learn={"gradient_checkpointing": recompute})
     config = dataclasses.replace(config, model=ModelConfig())
     int8 = dataclasses.replace(config, learn=dataclasses.replace(config.learn, backward="int8"))
-    rows, wide = 8192, 2 * 18_944
-    assert plan.int8_bytes(a, config, rows) == 0
-    assert plan.int8_bytes(a, int8, rows) == wide * 3584 + rows * wide
-    held = plan.operand_cache_bytes(a, int8) - plan.operand_cache_bytes(a, config)
+    form, rows, wide = plan.form_of(config), 8192, 2 * 18_944
+    assert int8_bytes(a, form, config.learn, rows) == 0
+    assert int8_bytes(a, form, int8.learn, rows) == wide * 3584 + rows * wide
+    held = operand_cache_bytes(a, form, int8.learn) - operand_cache_bytes(a, form, config.learn)
     again = wide if recompute == "layer" else 0
     assert held == 28 * 3584 * (4608 + 3584 + wide + 18_944 + again)  # a byte each: 128 and 256 divide them
     parts = [plan.learning_bytes(plan.memory_parts(a, each, 256)) for each in (config, int8)]

@@ -13,7 +13,7 @@ from qerl.kernels.pointwise import matmul_fp32
 from qerl.kernels.pointwise.matmul_fp32 import CHUNK_ROWS
 from qerl.learner import Learner
 from qerl.learner.chunked_mlp import num_chunks
-from qerl.learner.plan.activations import is_chunked
+from qerl.learner.plan.memory import form_of
 from qerl.models.decoder import Layer
 from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.peft.adapter import dropout_of
@@ -86,8 +86,10 @@ def test_the_plan_knows_what_is_chunked(adapter, fed):
         layer.mlp.up_proj.learn_weight()  # type: ignore[union-attr]
     linear_pass = LinearPass(dropout=dropout_of(decoder, adapter.get("dropout", 0), 3))
     rows = CHUNK_ROWS + 1
-    assert is_chunked(tiny_decoder().architecture, config, rows) is (num_chunks(layer, rows, linear_pass) > 1)
-    assert not is_chunked(tiny_decoder().architecture, config, CHUNK_ROWS)
+    assert form_of(config).is_chunked(tiny_decoder().architecture, rows) is (
+        num_chunks(layer, rows, linear_pass) > 1
+    )
+    assert not form_of(config).is_chunked(tiny_decoder().architecture, CHUNK_ROWS)
 
 
 def test_operands_are_unpacked_once_for_all_chunks(groups, fed, monkeypatch):

@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from learner.test_plan import CONFIG
+from learner.test_plan import CONFIG, head_bytes
 from qerl.config import ModelConfig
 from qerl.kernels.head.logprob import chunked_logprob
-from qerl.learner.plan.memory import head_bytes
 from qerl.models.lm_head import LMHead
 from qerl.models.random_weights import SHAPES
 

@@ -26,13 +26,14 @@ from qerl.config import (
     RunConfig,
     SampleConfig,
 )
+from qerl.cost import activations, operands, weights
 from qerl.errors import UserError
 from qerl.learner import packing
 from qerl.learner.packing import pack
-from qerl.learner.plan import activations, report
 from qerl.learner.plan import memory as op
-from qerl.learner.plan.rows import microbatch_rows
-from qerl.models.architecture import Architecture, Rope
+from qerl.learner.plan import report
+from qerl.learner.plan.memory import form_of, microbatch_rows
+from qerl.models.architecture import Architecture, LayerKind, Rope
 from qerl.models.peft.adapter import adapter_tensors
 from qerl.models.random_weights import random_decoder, shape
 from qerl.types import Group, Prompt, Sample
@@ -75,10 +76,23 @@ def with_learn(**changes):
     return dataclasses.replace(CONFIG, learn=dataclasses.replace(CONFIG.learn, **changes))
 
 
+def head_bytes(a, config, rows):
+    divergence = config.distil.is_divergence
+    return activations.head_bytes(a, form_of(config), config.learn, rows, has_divergence=divergence)
+
+
+def unpacked_bytes(a, config):
+    return operands.unpacked_bytes(a, form_of(config), config.learn)
+
+
+def operand_cache_bytes(a, config):
+    return operands.operand_cache_bytes(a, form_of(config), config.learn)
+
+
 def test_weights_are_packed_and_have_a_factor_and_perhaps_a_bias_for_each_output():
     outputs, biased = 128 + 64 + 64 + 128 + 320 + 320 + 128, 128 + 64 + 64
-    assert op.weight_bytes(SMALL, "nvfp4") == 3 * (WEIGHTS * 0.5625 + 4 * outputs + 2 * biased)
-    assert op.weight_bytes(SMALL, "bf16") == 3 * (WEIGHTS * 2 + 2 * biased)
+    assert weights.weight_bytes(SMALL, "nvfp4") == 3 * (WEIGHTS * 0.5625 + 4 * outputs + 2 * biased)
+    assert weights.weight_bytes(SMALL, "bf16") == 3 * (WEIGHTS * 2 + 2 * biased)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
@@ -87,45 +101,47 @@ def test_the_frozen_model_is_as_large_as_planned(format, compute, word):
     """A decoder that is made, in the plain layout: that of tiles has the factors too."""
     arch, cpu = dataclasses.replace(shape("smollm2-135m"), num_layers=2), torch.device("cpu")
     decoder = random_decoder(arch, format=format, rank=32, device=cpu, seed=0, compute=compute)
-    planned = op.weight_bytes(arch, format) + op.embedding_bytes(arch, element_bytes=word)
+    planned = weights.weight_bytes(arch, format) + weights.embedding_bytes(arch, element_bytes=word)
     assert planned == pytest.approx(decoder.num_bytes, rel=1e-3)
     config = RunConfig(adapter=AdapterConfig(rank=32))
-    assert op.num_trained_weights(arch, config) == sum(m.numel() for m in adapter_tensors(decoder).values())
+    assert weights.num_trained_weights(arch, config.adapter) == sum(
+        m.numel() for m in adapter_tensors(decoder).values()
+    )
 
 
 def test_the_tables_are_the_embedding_the_head_and_the_norms_with_their_noise():
     norms = 4 * 128 * (3 * 2 * 2 + 1)
-    assert op.embedding_bytes(SMALL) == 2 * 2 * 1000 * 128 + norms
-    assert op.embedding_bytes(dataclasses.replace(SMALL, tied_head=True)) == 2 * 1000 * 128 + norms
+    assert weights.embedding_bytes(SMALL) == 2 * 2 * 1000 * 128 + norms
+    assert weights.embedding_bytes(dataclasses.replace(SMALL, tied_head=True)) == 2 * 1000 * 128 + norms
 
 
 @pytest.mark.parametrize(("head", "each"), [("fp8", 1 + 4 / 128**2), ("nvfp4", 0.5625)])
 def test_a_packed_head_is_a_copy_in_its_format_tied_or_not_and_is_unpacked_to_learn(head, each):
     norms = 4 * 128 * (3 * 2 * 2 + 1)
     for arch in (SMALL, dataclasses.replace(SMALL, tied_head=True)):
-        assert op.embedding_bytes(arch, head) == 1000 * 128 * (2 + each) + norms
+        assert weights.embedding_bytes(arch, head) == 1000 * 128 * (2 + each) + norms
     packed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, head_format=head))
-    assert op.head_bytes(SMALL, packed, 200) - op.head_bytes(SMALL, CONFIG, 200) == 2 * 1000 * 128
+    assert head_bytes(SMALL, packed, 200) - head_bytes(SMALL, CONFIG, 200) == 2 * 1000 * 128
 
 
 def test_the_rows_of_a_packed_head_are_padded():
     """2,880 weights to 2,944, as the decode kernel reads them."""
     wide = dataclasses.replace(SMALL, width=2880)
-    plain, packed = op.embedding_bytes(wide), op.embedding_bytes(wide, "nvfp4")
+    plain, packed = weights.embedding_bytes(wide), weights.embedding_bytes(wide, "nvfp4")
     assert plain - packed == 1000 * (2 * 2880 - 0.5625 * 2944)
     config = dataclasses.replace(CONFIG, model=ModelConfig(head_format="nvfp4"))
-    assert op.head_bytes(wide, config, 200) - op.head_bytes(wide, CONFIG, 200) == 2 * 1000 * 2944
+    assert head_bytes(wide, config, 200) - head_bytes(wide, CONFIG, 200) == 2 * 1000 * 2944
 
 
 def test_the_adapter_is_of_the_targets_alone():
-    assert op.num_trained_weights(SMALL, CONFIG) == 3 * 16 * IN_AND_OUT
+    assert weights.num_trained_weights(SMALL, CONFIG.adapter) == 3 * 16 * IN_AND_OUT
     one = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=4, target_modules=("k_proj",)))
-    assert op.num_trained_weights(SMALL, one) == 3 * 4 * 192
+    assert weights.num_trained_weights(SMALL, one.adapter) == 3 * 4 * 192
 
 
 def test_moments_take_8_bytes_a_weight_or_a_little_over_2():
-    assert op.optimizer_bytes(1000, "adamw") == 8000
-    assert op.optimizer_bytes(1024, "adamw_8bit") == 2 * (1024 + 4 * 4)
+    assert weights.optimizer_bytes(1000, "adamw") == 8000
+    assert weights.optimizer_bytes(1024, "adamw_8bit") == 2 * (1024 + 4 * 4)
 
 
 def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
@@ -144,18 +160,26 @@ def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
     assert op.kv_cache_bytes(SMALL, fp8, PROMPT) == 69 * 16 * 2 * 3 * 2 * (32 + 4)
 
 
+def kept_bytes(a, config, rows):
+    return activations.kept_bytes(a, form_of(config), config.learn, rows)
+
+
+def layer_bytes(a, config, rows):
+    return activations.layer_bytes(a, form_of(config), config.learn, rows)
+
+
 def activation_bytes(a, config, rows):
-    return activations.kept_bytes(a, config, rows) + activations.layer_bytes(a, config, rows)
+    return kept_bytes(a, config, rows) + layer_bytes(a, config, rows)
 
 
 def test_a_row_of_a_layer():
     """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
     inputs, gate, attention = 192 + 192 + 192 + 384, 320, 128 + 64 + 64 + 128
     row = 2 * (inputs + gate + attention) + 4 * (2 * 128 + 4)
-    assert activations.saved_bytes_per_row(SMALL, CONFIG) == row
+    assert activations.saved_bytes_per_row(SMALL, form_of(CONFIG)) == row
     for format, up in (("nf4", 0), ("bf16", 0), ("fp8-flow", 2 * 320)):
         config = dataclasses.replace(CONFIG, model=ModelConfig(format=format))
-        assert activations.saved_bytes_per_row(SMALL, config) == row + up
+        assert activations.saved_bytes_per_row(SMALL, form_of(config)) == row + up
     backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
     assert activation_bytes(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
     assert activation_bytes(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
@@ -167,6 +191,14 @@ def test_a_row_of_a_layer():
     )
 
 
+def test_values_without_a_linear_of_their_own_take_what_others_take():
+    """Gemma 4's: k_proj's result is both, before the norm and rotation of keys."""
+    valueless = dataclasses.replace(SMALL, layer_kinds=(LayerKind(has_values=False),) * 3)
+    for rows, mode in ((10, "none"), (100_000, "layer")):
+        config = with_learn(gradient_checkpointing=mode)
+        assert activation_bytes(valueless, config, rows) == activation_bytes(SMALL, config, rows)
+
+
 def test_a_long_row_takes_one_chunk_of_the_mlp():
     """Of the row above, attention saves its inputs 192 + 192, q, k, v, o, one fp32 input and the sums."""
     rows, chunk = 100_000, 16_384
@@ -176,16 +208,16 @@ def test_a_long_row_takes_one_chunk_of_the_mlp():
     flash = 33 * 4 * 128 + 2 * (2 * 128 + 128 + 64 + 64)  # 33 sums of 4 heads on 132 SMs
     attention = rows * (mixed + 2 * 4 * 128 + 2 * (128 + 128) + flash)
     offload = with_learn(gradient_checkpointing="offload")
-    assert activations.layer_bytes(SMALL, offload, rows) == attention
-    assert activations.kept_bytes(SMALL, offload, rows) == rows * 3 * 512
+    assert layer_bytes(SMALL, offload, rows) == attention
+    assert kept_bytes(SMALL, offload, rows) == rows * 3 * 512
     wide = dataclasses.replace(SMALL, ff_width=320 * 200, num_heads=132, num_kv_heads=1, head_size=1)
-    mlp = activations.layer_bytes(wide, offload, rows)
-    more = activations.layer_bytes(wide, offload, 2 * rows) - mlp
+    mlp = layer_bytes(wide, offload, rows)
+    more = layer_bytes(wide, offload, 2 * rows) - mlp
     assert more < chunk / rows * mlp  # a chunk's share does not grow
-    few = activations.layer_bytes(SMALL, offload, chunk)
+    few = layer_bytes(SMALL, offload, chunk)
     assert few == chunk * (mixed + fed + backward)
     dropped = dataclasses.replace(offload, adapter=dataclasses.replace(offload.adapter, dropout=0.1))
-    assert activations.layer_bytes(SMALL, dropped, rows) == rows * (mixed + fed + backward)
+    assert layer_bytes(SMALL, dropped, rows) == rows * (mixed + fed + backward)
 
 
 def test_inputs_on_the_host_are_named_and_not_counted():
@@ -215,37 +247,42 @@ def test_in_fp32_what_is_not_packed_takes_four_bytes():
         )
     }
     assert in_fp32["KV cache"] == 2 * in_bf16["KV cache"]
-    assert in_fp32["adapter's working copies"] == 8 * op.num_trained_weights(SMALL, config)
+    assert in_fp32["adapter's working copies"] == 8 * weights.num_trained_weights(SMALL, config.adapter)
     assert in_fp32["embedding, head, norms"] - in_bf16["embedding, head, norms"] == 2 * 2 * 1000 * 128
-    assert activations.saved_bytes_per_row(SMALL, config) == 4 * (960 + 320 + 384) + 4 * (2 * 128 + 4)
-    assert op.head_bytes(SMALL, config, 200) == 50 * 1000 * 8 + 200 * 128 * 12
+    assert activations.saved_bytes_per_row(SMALL, form_of(config)) == 4 * (960 + 320 + 384) + 4 * (
+        2 * 128 + 4
+    )
+    assert head_bytes(SMALL, config, 200) == 50 * 1000 * 8 + 200 * 128 * 12
     plain = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16", dtype="fp32"))
-    assert op.unpacked_bytes(SMALL, plain) == 4 * 640 * 192
+    assert unpacked_bytes(SMALL, plain) == 4 * 640 * 192
 
 
 def test_operands_are_unpacked_one_at_a_time_or_a_layers():
     each = [2 * 256 * 192, 2 * 128 * 192, 2 * 640 * 192, 2 * 128 * 384]
-    assert op.unpacked_bytes(SMALL, CONFIG) == each[2]
-    assert op.unpacked_bytes(SMALL, with_learn(gradient_checkpointing="layer")) == sum(each)
-    assert op.unpacked_bytes(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))) == 0
-    assert op.operand_cache_bytes(SMALL, CONFIG) == 3 * sum(each)
+    assert unpacked_bytes(SMALL, CONFIG) == each[2]
+    assert unpacked_bytes(SMALL, with_learn(gradient_checkpointing="layer")) == sum(each)
+    assert unpacked_bytes(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))) == 0
+    assert operand_cache_bytes(SMALL, CONFIG) == 3 * sum(each)
 
 
 def test_bf16_weights_have_the_adapters_behind_their_rows():
     """48 columns, 16, 32 and 16, each rounded up to 64."""
     bf16 = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))
     columns = 2 * 3 * 64 * (256 + 128 + 640 + 128)
-    assert op.adapter_column_bytes(SMALL, bf16) == columns and op.adapter_column_bytes(SMALL, CONFIG) == 0
+    assert (
+        operands.adapter_column_bytes(SMALL, form_of(bf16)) == columns
+        and operands.adapter_column_bytes(SMALL, form_of(CONFIG)) == 0
+    )
     copies = {part.name: part.num_bytes for part in op.memory_parts(SMALL, bf16, PROMPT)}[
         "adapter's working copies"
     ]
-    assert copies == 4 * op.num_trained_weights(SMALL, bf16) + columns
+    assert copies == 4 * weights.num_trained_weights(SMALL, bf16.adapter) + columns
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 def test_all_layers_operands_are_cached_where_they_fit_beside_what_learning_takes(recompute):
     config = with_learn(gradient_checkpointing=recompute)
-    need = op.learning_bytes(op.memory_parts(SMALL, config, PROMPT)) + op.operand_cache_bytes(SMALL, config)
+    need = op.learning_bytes(op.memory_parts(SMALL, config, PROMPT)) + operand_cache_bytes(SMALL, config)
     assert op.can_cache_operands(SMALL, config, PROMPT, need / 0.95 + 1)
     assert not op.can_cache_operands(SMALL, config, PROMPT, need / 0.95 - 1)
     for format in ("bf16", "fp8-flow"):
@@ -261,8 +298,8 @@ def test_the_command_says_what_caching_operands_takes_where_it_fits(capsys):
 
 
 def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
-    assert op.head_bytes(SMALL, CONFIG, 200) == 50 * 1000 * 6 + 200 * 128 * 10
-    assert op.head_bytes(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 10
+    assert head_bytes(SMALL, CONFIG, 200) == 50 * 1000 * 6 + 200 * 128 * 10
+    assert head_bytes(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 10
 
 
 def test_the_head_takes_a_slice_of_a_large_vocabulary():
@@ -270,11 +307,11 @@ def test_the_head_takes_a_slice_of_a_large_vocabulary():
     large = dataclasses.replace(SMALL, vocab_size=152_064, width=3584)
     packed = dataclasses.replace(CONFIG, model=ModelConfig(head_format="nvfp4"))
     rows = 200 * 3584 * 10
-    assert op.head_bytes(large, CONFIG, 200) == 50 * 50_688 * 6 + rows
-    assert op.head_bytes(large, packed, 200) == 50 * 16_896 * 6 + 2 * 16_896 * 3584 + rows
+    assert head_bytes(large, CONFIG, 200) == 50 * 50_688 * 6 + rows
+    assert head_bytes(large, packed, 200) == 50 * 16_896 * 6 + 2 * 16_896 * 3584 + rows
     jsd = DistilConfig(loss="jsd", teacher="t")
     imitated = dataclasses.replace(CONFIG, distil=jsd, noise=NoiseConfig(schedule="none"))
-    assert op.head_bytes(large, imitated, 200) == 50 * 152_064 * 10 + rows
+    assert head_bytes(large, imitated, 200) == 50 * 152_064 * 10 + rows
 
 
 @pytest.mark.parametrize(
@@ -340,13 +377,13 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
         when: sum(p.num_bytes for p in found if p.when == when) for when in ("always", "sampling", "learning")
     }
     assert op.peak_bytes(found) == phases["always"] + max(phases["sampling"], phases["learning"])
-    assert phases["sampling"] == op.kv_cache_bytes(SMALL, config, PROMPT) + op.pass_bytes(
-        SMALL, config, config.engine.max_num_batched_tokens
+    assert phases["sampling"] == op.kv_cache_bytes(SMALL, config, PROMPT) + activations.pass_bytes(
+        SMALL, form_of(config), config.engine.max_num_batched_tokens
     )
-    layers = activation_bytes(SMALL, config, 139) + op.unpacked_bytes(SMALL, config)
-    kept = 3 * activations.saved_bytes_per_row(SMALL, config) if recompute == "none" else 3 * 512
-    gradients = 4 * op.num_trained_weights(SMALL, config)
-    assert phases["learning"] == gradients + max(layers, 139 * kept + op.head_bytes(SMALL, config, 139))
+    layers = activation_bytes(SMALL, config, 139) + unpacked_bytes(SMALL, config)
+    kept = 3 * activations.saved_bytes_per_row(SMALL, form_of(config)) if recompute == "none" else 3 * 512
+    gradients = 4 * weights.num_trained_weights(SMALL, config.adapter)
+    assert phases["learning"] == gradients + max(layers, 139 * kept + head_bytes(SMALL, config, 139))
 
 
 def test_auto_is_the_least_recomputation_that_learning_fits_with():

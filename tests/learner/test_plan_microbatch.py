@@ -9,10 +9,11 @@ import torch
 from learner.samples import prompt, sample
 from learner.tiny import run_config
 from qerl.config import ModelConfig
+from qerl.cost.operands import operand_cache_bytes
 from qerl.learner.packing import pack
 from qerl.learner.plan import memory as plan
+from qerl.learner.plan.memory import form_of, full_rows, microbatch_rows
 from qerl.learner.plan.microbatch import MOST_TOKENS, with_microbatches
-from qerl.learner.plan.rows import full_rows, microbatch_rows
 from qerl.models.random_weights import shape
 from qerl.training import planned_learner
 from qerl.types import Group
@@ -41,7 +42,7 @@ def test_a_small_model_has_larger_ones():
 def test_a_large_model_has_16_384_tokens_if_its_operands_fit_beside_them(name, recompute):
     a, config = shape(name), config_of(recompute, 16_384)
     need = plan.learning_bytes(plan.memory_parts(a, config, PROMPT, 16_384))
-    need += plan.operand_cache_bytes(a, config)
+    need += operand_cache_bytes(a, form_of(config), config.learn)
     enough = need / plan.USABLE_SHARE / 1e9
     assert tokens_of(name, enough - 1e-3, recompute=recompute) == 8192
     assert tokens_of(name, enough + 1e-3, recompute=recompute) == 16_384

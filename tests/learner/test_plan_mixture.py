@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.test_plan import CONFIG, SMALL
+from learner.test_plan import CONFIG, SMALL, kept_bytes, operand_cache_bytes, unpacked_bytes
 from qerl.cli.main import command
 from qerl.config import AdapterConfig, ModelConfig
+from qerl.cost import activations, weights
+from qerl.cost.form import ModelForm
+from qerl.cost.operands import unpacked_expert_bytes
 from qerl.kernels.experts.expert_product import BUFFER_BYTES
-from qerl.learner.plan import activations, mixture
 from qerl.learner.plan import memory as op
 from qerl.learner.plan.speed import GPUS, estimate_speed
 from qerl.models.architecture import LayerKind, Mixture
@@ -42,21 +44,25 @@ def with_experts(kind, rank=4, **changes):
     return dataclasses.replace(CONFIG, adapter=adapter)
 
 
+def saved_bytes(a, kind):
+    return activations.saved_bytes_per_row(a, op.form_of(with_experts(kind)))
+
+
 def test_weights_of_other_formats_take_the_bytes_of_their_format():
     outputs = 4 * ATTENTION_OUTPUTS + 2 * 4 * 8
     packed = (ATTENTION * 0.5625 + (GATE_UP + DOWN) * 0.515869140625) + outputs
-    assert op.weight_bytes(MIXED, "nf4") == 3 * (packed + ROUTER)
+    assert weights.weight_bytes(MIXED, "nf4") == 3 * (packed + ROUTER)
     biases = 2 * 8 * (128 + 128) + 4 * 8  # of experts in 16 bits, of the router in 32
-    assert op.weight_bytes(CLAMPED, "nf4") == 3 * (packed + ROUTER + biases)
+    assert weights.weight_bytes(CLAMPED, "nf4") == 3 * (packed + ROUTER + biases)
 
 
 def test_tiles_of_experts_take_two_factors_for_each_output_of_mxfp4():
     packed = (ATTENTION + GATE_UP + DOWN) * 0.5625 + 4 * ATTENTION_OUTPUTS
     outputs = 8 * (128 + 128)
-    assert op.weight_bytes(MIXED, "mxfp4") == 3 * (packed + ROUTER + 2 * 4 * outputs)
-    assert op.weight_bytes(MIXED, "nvfp4") == 3 * (packed + ROUTER + 4 * outputs + 2 * 4 * 8)
+    assert weights.weight_bytes(MIXED, "mxfp4") == 3 * (packed + ROUTER + 2 * 4 * outputs)
+    assert weights.weight_bytes(MIXED, "nvfp4") == 3 * (packed + ROUTER + 4 * outputs + 2 * 4 * 8)
     biases = (2 + 4) * outputs + 4 * 8  # of experts as loaded and for decode steps, of the router
-    assert op.weight_bytes(CLAMPED, "mxfp4") == 3 * (packed + ROUTER + 2 * 4 * outputs + biases)
+    assert weights.weight_bytes(CLAMPED, "mxfp4") == 3 * (packed + ROUTER + 2 * 4 * outputs + biases)
 
 
 @pytest.mark.parametrize("kind", ["per_expert", "shared_a", "shared_b"])
@@ -64,15 +70,15 @@ def test_the_adapters_of_experts_are_those_that_a_decoder_gets(kind):
     num_a, num_b = 1 if kind == "shared_a" else 8, 1 if kind == "shared_b" else 8
     of_experts = 4 * (num_a * (128 + 64) + num_b * (128 + 128))
     attention = 16 * (256 + 192 + 192 + 256)
-    assert op.num_trained_weights(MIXED, with_experts("none")) == 3 * attention
-    assert op.num_trained_weights(MIXED, with_experts(kind)) == 3 * (attention + of_experts)
+    assert weights.num_trained_weights(MIXED, with_experts("none").adapter) == 3 * attention
+    assert weights.num_trained_weights(MIXED, with_experts(kind).adapter) == 3 * (attention + of_experts)
     routed = with_experts(kind, router=True)
-    assert op.num_trained_weights(MIXED, routed) == 3 * (attention + of_experts + 16 * (8 + 128))
+    assert weights.num_trained_weights(MIXED, routed.adapter) == 3 * (attention + of_experts + 16 * (8 + 128))
     decoder = random_decoder(
         MIXED, format="nvfp4", rank=16, device=torch.device("cpu"), seed=0, expert_rank=4
     )
     made = sum(m.numel() for m in adapter_tensors(decoder).values())
-    assert made == op.num_trained_weights(MIXED, with_experts("per_expert"))
+    assert made == weights.num_trained_weights(MIXED, with_experts("per_expert").adapter)
 
 
 def test_decode_steps_read_the_working_copies_of_experts_adapters_themselves():
@@ -85,22 +91,26 @@ def test_decode_steps_read_the_working_copies_of_experts_adapters_themselves():
 
 
 def test_experts_are_unpacked_into_a_buffer_or_one_at_a_time():
-    assert mixture.unpacked_bytes(MIXED, "nvfp4", 2) == 2 * GATE_UP  # all 8 fit into the buffer
+    def unpacked(a, format, dtype="bf16"):
+        model = ModelConfig(format=format, dtype=dtype)
+        return unpacked_expert_bytes(a, ModelForm.of(model, AdapterConfig()))
+
+    assert unpacked(MIXED, "nvfp4") == 2 * GATE_UP  # all 8 fit into the buffer
     large = SHAPES["gpt-oss-120b"]
     one = 2 * 5760 * 2880
-    assert mixture.unpacked_bytes(large, "mxfp4", 2) == BUFFER_BYTES // one * one
-    assert mixture.unpacked_bytes(large, "bf16", 2) == 0
-    assert mixture.unpacked_bytes(large, "mxfp4", 4) == 2 * one
+    assert unpacked(large, "mxfp4") == BUFFER_BYTES // one * one
+    assert unpacked(large, "bf16") == 0
+    assert unpacked(large, "mxfp4", "fp32") == 2 * one
 
 
 def test_operands_of_layers_that_are_recomputed_and_some_experts_are_unpacked_at_once():
     groups = [2 * 256 * 192, 2 * 128 * 192, 4 * 8 * 128]  # q|k|v and o with an adapter, the router in fp32
     experts = 2 * GATE_UP
-    assert op.unpacked_bytes(MIXED, with_experts("none")) == experts
+    assert unpacked_bytes(MIXED, with_experts("none")) == experts
     learn = dataclasses.replace(CONFIG.learn, gradient_checkpointing="layer")
     layered = dataclasses.replace(with_experts("none"), learn=learn)
-    assert op.unpacked_bytes(MIXED, layered) == sum(groups) + experts
-    assert op.operand_cache_bytes(MIXED, layered) == 3 * sum(groups)
+    assert unpacked_bytes(MIXED, layered) == sum(groups) + experts
+    assert operand_cache_bytes(MIXED, layered) == 3 * sum(groups)
 
 
 def test_a_row_saves_what_its_experts_save():
@@ -108,20 +118,21 @@ def test_a_row_saves_what_its_experts_save():
     of all three layers are kept throughout the pass."""
     attention = 2 * (192 + 192 + 128 + 64 + 64 + 128) + 4 * (2 * 128 + 4)
     each = 2 * (2 * 64 + 128) + 4
-    assert mixture.route_bytes_per_row(MIXED) == 3 * 2 * (8 + 16)
-    assert activations.saved_bytes_per_row(MIXED, with_experts("none")) == attention + 2 * each + 4 * 8
+    kept = kept_bytes(MIXED, with_experts("none"), 1) - 3 * saved_bytes(MIXED, "none")
+    assert kept == 3 * 2 * (8 + 16)
+    assert saved_bytes(MIXED, "none") == attention + 2 * each + 4 * 8
     adapted = each + 2 * (128 + 64)
-    assert activations.saved_bytes_per_row(MIXED, with_experts("shared_a")) == attention + 2 * adapted + 4 * 8
-    assert activations.saved_bytes_per_row(CLAMPED, with_experts("none")) == attention + 2 * each + 4 * 8
+    assert saved_bytes(MIXED, "shared_a") == attention + 2 * adapted + 4 * 8
+    assert saved_bytes(CLAMPED, "none") == attention + 2 * each + 4 * 8
 
 
 def test_only_active_experts_are_multiplied_and_only_touched_ones_are_read():
-    assert mixture.num_active_weights(MIXED) == 3 * 2 * (128 * 128 + 128 * 64)
-    assert mixture.touched_share(MIXED, 1) == pytest.approx(2 / 8)
-    assert mixture.touched_share(MIXED, 3) == pytest.approx(1 - 0.75**3)
-    assert mixture.num_touched(MIXED, 2) == pytest.approx(3 * 8 * (1 - 0.75**2))
+    assert weights.num_active_weights(MIXED) == 3 * 2 * (128 * 128 + 128 * 64)
+    assert weights.experts_read(MIXED, 1) == pytest.approx(8 * 2 / 8)
+    assert weights.experts_read(MIXED, 3) == pytest.approx(8 * (1 - 0.75**3))
+    assert weights.experts_read(MIXED, 2) == pytest.approx(8 * (1 - 0.75**2))
     large = SHAPES["gpt-oss-120b"]
-    active = mixture.num_active_weights(large) + 36 * (4096 + 2 * 512) * 2880 + 36 * 4096 * 2880
+    active = weights.num_active_weights(large) + 36 * (4096 + 2 * 512) * 2880 + 36 * 4096 * 2880
     assert active + 36 * 128 * 2880 + 201_088 * 2880 == pytest.approx(5.1e9, rel=0.02)  # of 117 billion
 
 

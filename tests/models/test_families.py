@@ -26,11 +26,11 @@ from models.paged_cache import PagedCache
 from models.quantize.test_awq import Exact
 from models.tiny import forest, logits_of, packed
 from qerl.aqn.norm_noise import noised
+from qerl.cost.weights import embedding_bytes, weight_bytes
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.kernels.attention.attention import Span
 from qerl.learner.activation_checkpointing import RECOMPUTE
-from qerl.learner.plan.memory import embedding_bytes, weight_bytes
 from qerl.models.checkpoint.encoding import encode_weights
 from qerl.models.checkpoint.notices import skipped_notices
 from qerl.models.checkpoint.source import locate

@@ -12,12 +12,11 @@ from conftest import rms_error
 from models.family_rows import Pairs, load, oracle, oracle_logprobs, sampled_logprobs, save
 from models.tiny import forest, logits_of
 from qerl.config import AdapterConfig
+from qerl.cost.weights import embedding_bytes, stack_bytes, weight_bytes
 from qerl.errors import UserError
 from qerl.export.write import _merged_tensors
 from qerl.formats import FORMATS
 from qerl.learner.activation_checkpointing import RECOMPUTE
-from qerl.learner.plan.memory import embedding_bytes, weight_bytes
-from qerl.learner.plan.mixture import stack_bytes
 from qerl.models.checkpoint.stored_names import stored_tensors
 from qerl.models.families import from_hf_config
 from qerl.models.families.experts import NOT_SUPPORTED

@@ -17,7 +17,7 @@ from learner.tiny import run_config
 from models.tiny import oracle, ported, tiny
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
-from qerl.engine.cache.kv_cache import page_bytes
+from qerl.cost.cache import page_bytes
 from qerl.engine.decode.runner_cache import RunnerCache
 from qerl.engine.decode.teacher_forcing import TeacherForcing
 from qerl.engine.prefill.prefill import Prefill, PrefillChunk

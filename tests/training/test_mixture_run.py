@@ -12,7 +12,7 @@ from models.family_rows import load, oracle, save
 from models.tiny import logits_of
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
-from qerl.engine.cache.kv_cache import page_bytes
+from qerl.cost.cache import page_bytes
 from qerl.learner import Learner
 from qerl.learner.packing import pack
 from qerl.learner.router_replay import RouterReplay

@@ -4,8 +4,7 @@
     mfu        passes * 2 P * tok_per_s / matrix rate,    P = weights of the linears and the head
                passes: 2 (forward, gradient of the inputs), or 3 if the forward pass is recomputed
 
-Frozen weights have no gradient of their own, so one forward and one backward pass take 4 P operations a
-token. Every sequence is packed as a one-token prompt and a sample; with --num-samples the update learns from
+Every sequence is packed as a one-token prompt and a sample; with --num-samples the update learns from
 groups as a rollout brings them, of 8 samples of a prompt of 256 tokens, with lengths as `qerl bench rollout`
 draws them. Figures are medians of the runs, after a warm-up step that compiles kernels; unpacked operands of
 the weights are held where a training run would hold them. A mixture's samples have recorded routes, as the
@@ -31,18 +30,17 @@ from qerl.bench.record import Origin, RowWriter, row_writer
 from qerl.bench.roofline import LIMITS
 from qerl.bench.schedule import Lengths
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
+from qerl.cost.weights import PASSES, num_weights
 from qerl.errors import UserError
 from qerl.kernels.attention.flash_attention_4 import version_used
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
-from qerl.models.layer_spec import layer_specs
 from qerl.models.random_weights import shape
 from qerl.types import Group, Sample
 
 _ROLLOUT = BenchRolloutOptions()  # its defaults are the rollout of --num-samples
 LENGTHS = Lengths.asked_by(_ROLLOUT, _ROLLOUT.lengths)
-_PASSES = {"none": 2, "layer": 3, "offload": 3}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,17 +204,9 @@ def make_row(
 ) -> dict[str, Any]:
     limit, mfu = LIMITS.get(origin.gpu), None
     if limit is not None and "tok_per_s" in figures:
-        flop = 2 * _PASSES[case.recompute] * num_weights(architecture)
+        flop = 2 * PASSES[case.recompute] * num_weights(architecture)
         mfu = round(flop * figures["tok_per_s"] / limit.flop_per_s, 4)
     return {"bench": "learn"} | dataclasses.asdict(case) | figures | {"mfu": mfu}
-
-
-def num_weights(a: Architecture) -> int:
-    """Return the number of weights of the linears, of the experts that a token goes through, and of the
-    head."""
-    layers = sum(gemm.num_weights for spec in layer_specs(a) for gemm in spec.groups)
-    layers += sum(spec.active_expert_weights(a) for spec in layer_specs(a))
-    return layers + a.vocab_size * a.width
 
 
 def _cases(options: BenchLearnOptions, provider: str) -> Iterator[LearnCase]:

@@ -8,8 +8,8 @@ Linears and head count in their formats, the adapter in bfloat16. The cache coun
 sample, prompt + max_tokens / 2, where samples share their prompt. Recurrent states are read and written once
 a sample. Attention's operations and activations are left out.
 
-Of a mixture's E experts a step reads those that its rows chose, E (1 - (1 - k / E)^rows) of them if each row
-chooses k at random. Linears that stay in bfloat16, such as routers, count so, and routers have no adapter.
+Of a mixture a step reads the experts that its rows chose (experts_read). Linears that stay in bfloat16, such
+as routers, count so, and routers have no adapter.
 tests/bench/test_roofline.py checks it by hand.
 """
 
@@ -19,12 +19,11 @@ import torch
 
 from qerl import formats
 from qerl.bench.case import FORMATS, DecodeCase, SamplingCase
-from qerl.engine.cache.state_cache import slot_bytes
+from qerl.cost.cache import slot_bytes, token_bytes
+from qerl.cost.weights import counted_groups, expert_weights, experts_read, linear_weights, num_weights
 from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import layer_specs
 
 ADAPTER_BYTES = 2
-_KV_BYTES = {"bf16": 2, "fp8": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,31 +54,16 @@ def rows_floor_ms(
     limit: Limit, a: Architecture, case: SamplingCase, num_rows: int, cached_tokens: float
 ) -> float:
     """Return the least time of a decode step of num_rows samples that reads the cache of cached_tokens."""
-    specs, (weights, adapter) = layer_specs(a), layer_weights(a, case.lora_rank)
-    plain = sum(group.num_weights for spec in specs for group in spec.groups if not group.is_quantized)
-    expert_weights = sum(x.num_weights // x.num_experts for spec in specs for x in spec.experts)
-    quantized = weights - plain + expert_weights * experts_read(a, num_rows)
-    head_weights, format = a.vocab_size * a.width, FORMATS[case.provider]
-    token_bytes = 2 * a.kv_elements * _KV_BYTES[case.kv]
+    (quantized, plain), adapter = linear_weights(a), adapter_weights(a, case.lora_rank)
+    quantized += expert_weights(a) * experts_read(a, num_rows)
+    format = FORMATS[case.provider]
     num_bytes = quantized * formats.FORMATS[format].bytes_per_weight + (plain + adapter) * ADAPTER_BYTES
-    num_bytes += head_weights * formats.FORMATS[case.head].bytes_per_weight
+    num_bytes += a.vocab_size * a.width * formats.FORMATS[case.head].bytes_per_weight
     num_bytes += 2 * num_rows * slot_bytes(a, torch.bfloat16)  # states, read and written
-    chosen = 0 if a.mixture is None else a.mixture.num_chosen
-    num_flop = 2 * num_rows * (weights + chosen * expert_weights + head_weights + adapter)
-    return limit.least_ms(num_bytes + cached_tokens * token_bytes, num_flop)
+    num_flop = 2 * num_rows * (num_weights(a) + adapter)
+    return limit.least_ms(num_bytes + cached_tokens * token_bytes(a, case.kv), num_flop)
 
 
-def experts_read(a: Architecture, num_rows: int) -> float:
-    """Return how many experts of a layer a step of so many rows is expected to read."""
-    if a.mixture is None:
-        return 0
-    experts, chosen = a.mixture.num_experts, a.mixture.num_chosen
-    return experts * (1 - (1 - chosen / experts) ** num_rows)
-
-
-def layer_weights(a: Architecture, rank: int) -> tuple[int, int]:
-    """Return the number of frozen weights and of adapter weights of all layers, without experts."""
-    each = [group for spec in layer_specs(a) for group in spec.groups]
-    weights = sum(gemm.num_weights for gemm in each)
-    adapter = sum(gemm.num_adapter_weights(rank) for gemm in each if gemm.name != "router")
-    return weights, adapter
+def adapter_weights(a: Architecture, rank: int) -> int:
+    """Return the number of weights of the adapters of all linears but routers and experts."""
+    return sum(n * x.num_adapter_weights(rank) for x, n in counted_groups(a) if x.name != "router")

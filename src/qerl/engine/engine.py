@@ -30,11 +30,12 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.batches import batches
 from qerl.config import EngineConfig
+from qerl.cost.cache import FP8, slot_bytes
 from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.cache.budget import free_bytes, max_cache_bytes, new_cache_bytes
-from qerl.engine.cache.kv_cache import FP8, KVCache
+from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.cache.size import CacheSize, PageCounts, rounded_up_gb
-from qerl.engine.cache.state_cache import StateCache, slot_bytes
+from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.decode.runner import DecodeRunner
 from qerl.engine.decode.runner_cache import RunnerCache
 from qerl.engine.generation import Call, Generation

@@ -121,12 +121,6 @@ class LayerSpec:
     def linears(self) -> tuple[LinearSpec, ...]:
         return tuple(linear for group in self.groups for linear in group.linears)
 
-    def active_expert_weights(self, a: Architecture) -> int:
-        """Return the number of weights of the experts that one token goes through."""
-        if a.mixture is None:
-            return 0
-        return sum(x.num_weights // x.num_experts for x in self.experts) * a.mixture.num_chosen
-
 
 def layer_specs(a: Architecture) -> list[LayerSpec]:
     """Return the geometry of each layer."""

@@ -1,16 +1,15 @@
 """Make the learner as the memory plan says."""
 
-import dataclasses
 from collections.abc import Callable
 
 from torch import Tensor
 
 from qerl.config import RunConfig
+from qerl.cost.operands import operand_cache_bytes
 from qerl.learner import Learner
 from qerl.learner.distributed import Ranks
 from qerl.learner.plan import memory as plan
 from qerl.learner.plan.microbatch import with_microbatches
-from qerl.learner.plan.rows import full_rows
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Group
 
@@ -30,16 +29,15 @@ def planned_learner(
     device, arch = decoder.device, decoder.architecture
     if arch is None and config.learn.gradient_checkpointing == "auto":  # there is no plan for this model
         kind = "none" if device.type == "cpu" else "layer"
-        learn = dataclasses.replace(config.learn, gradient_checkpointing=kind)
-        config = dataclasses.replace(config, learn=learn)
+        config = plan.with_fields(config, "learn", gradient_checkpointing=kind)
     if arch is not None and device.type != "cpu":
         gpu_bytes = min(ranks.gather(plan.usable_bytes(device)))  # all ranks choose the same
         config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
         config = with_microbatches(arch, config, prompt_tokens, gpu_bytes)
-        rows = full_rows(config, prompt_tokens)
+        rows = plan.full_rows(config, prompt_tokens)
         needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens, rows))
         keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes, rows)
-        held_gb = plan.operand_cache_bytes(arch, config) / 1e9
+        held_gb = operand_cache_bytes(arch, plan.form_of(config), config.learn) / 1e9
         notice(
             f"learn.gradient_checkpointing is {config.learn.gradient_checkpointing}: learning needs"
             f" {needed_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB in micro-batches of"

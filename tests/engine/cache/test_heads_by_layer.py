@@ -6,7 +6,8 @@ import torch
 from engine.parts import compared, drawn, engine_of, prompts_of
 from models.family_rows import adapted, load, oracle, save
 from parity.test_exact import gap, groups_of
-from qerl.engine.cache.kv_cache import KVCache, page_bytes
+from qerl.cost.cache import page_bytes
+from qerl.engine.cache.kv_cache import KVCache
 from qerl.models.architecture import KVHeads
 
 LENGTHS = (9, 31, 1)

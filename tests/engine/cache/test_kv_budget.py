@@ -6,9 +6,10 @@ import torch
 from engine.parts import compared, drawn, engine_of, prompts_of
 from models.tiny import tiny
 from qerl.config import EngineConfig
+from qerl.cost.cache import FP8, page_bytes
 from qerl.engine.cache import budget as kv_budget
 from qerl.engine.cache.budget import new_cache_bytes, working_bytes
-from qerl.engine.cache.kv_cache import FP8, KVCache, page_bytes
+from qerl.engine.cache.kv_cache import KVCache
 from qerl.errors import UserError
 
 

@@ -7,9 +7,10 @@ from engine.parts import EOS, branched, compared, drawn, engine_of, packed_logpr
 from engine.test_conversation import Talk, talked
 from models.family_rows import load, oracle, save
 from qerl.config import AdapterConfig, EngineConfig
+from qerl.cost.cache import page_bytes, slot_bytes
 from qerl.engine.cache.budget import working_bytes
-from qerl.engine.cache.kv_cache import KVCache, page_bytes
-from qerl.engine.cache.state_cache import StateCache, slot_bytes
+from qerl.engine.cache.kv_cache import KVCache
+from qerl.engine.cache.state_cache import StateCache
 from qerl.errors import UserError
 from qerl.models.peft.adapter import add_adapter
 

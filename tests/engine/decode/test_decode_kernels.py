@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conftest import rms_error
 from engine.parts import branched, compared, drawn, engine_of, packed_logprobs, prompts_of
 from qerl.aqn.norm_noise import noised
-from qerl.engine.cache.kv_cache import KVCache, page_bytes
+from qerl.cost.cache import page_bytes
+from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.kernel_forward import KernelForward
 from qerl.engine.decode.linears import PackedLinears
 from qerl.engine.decode.runner import DecodeRunner

@@ -13,7 +13,7 @@ from engine.parts import EOS, engine_of, prompts_of
 from engine.schedule.test_window_pages import ALL, MIXED, windowed
 from models.family_rows import load, oracle, save
 from models.tiny import forest, tiny
-from qerl.engine.cache.layer_pages import page_bytes
+from qerl.cost.cache import page_bytes
 from qerl.engine.schedule import carried_cache
 from qerl.kernels.attention.tree_attention import TreeLayout, tree_attention
 from qerl.types import BegunGroup, BegunSample, Sampling

@@ -12,8 +12,8 @@ from engine.test_conversation import FakeTalk, Talk, talked
 from models.tiny import tiny
 from qerl.config import EngineConfig
 from qerl.config.recipes import demo
+from qerl.cost.cache import page_bytes
 from qerl.engine.cache import size as cache_size
-from qerl.engine.cache.layer_pages import page_bytes
 from qerl.engine.schedule.page_pool import PagePool
 from qerl.engine.schedule.scheduler import Scheduler, min_group_pages
 from qerl.engine.schedule.window_pages import Window, WindowPages, windowed_layers

@@ -25,7 +25,7 @@ from qerl.config import (
     RunConfig,
     SampleConfig,
 )
-from qerl.engine.cache.kv_cache import page_bytes
+from qerl.cost.cache import page_bytes
 from qerl.errors import UserError
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.training.rollouts.partial import PartialRollouts

@@ -12,6 +12,7 @@ allocated between two calls; they then get 60 % and leave the rest to learning.
 import torch
 
 from qerl.config import EngineConfig
+from qerl.cost.activations import expert_pass_bytes
 from qerl.kernels.runtime.gpu_memory import allowed_bytes
 from qerl.kernels.runtime.virtual_memory import can_give_back
 from qerl.models.decoder import Decoder
@@ -56,6 +57,6 @@ def working_bytes(config: EngineConfig, decoder: Decoder) -> float:
     heads = max((a.num_heads + 2 * kv.num) * kv.size for kv in a.each_kv_heads)
     row = 2 * (4 * a.ff_width + 10 * a.width + 2 * heads)
     row += 0 if a.delta is None else a.delta.working_bytes
-    row += 0 if a.mixture is None else 2 * a.mixture.num_chosen * (2 * a.width + 3 * a.mixture.width)
+    row += expert_pass_bytes(a, 2)
     rows = config.batched_tokens(is_mixture=a.mixture is not None)
     return rows * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES

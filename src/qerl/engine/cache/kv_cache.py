@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 
 from qerl.engine.cache.layer_pages import (
-    FP8,
     LayerPages,
     layers_by_heads,
-    page_bytes,
     page_specs,
     route_specs,
     slots_of,
@@ -41,7 +39,7 @@ from qerl.kernels.runtime.gpu_memory import sent
 from qerl.models.architecture import Architecture
 from qerl.models.mixture import Route
 
-__all__ = ["FP8", "KVCache", "page_bytes", "slots_of"]
+__all__ = ["KVCache", "slots_of"]
 
 
 class KVCache:

@@ -9,32 +9,17 @@ experts, K key/value heads, H head size, T tokens.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from qerl.cost.cache import FP8
 from qerl.kernels.attention import fp8_pages
 from qerl.kernels.attention.decode_attention import LayerCache
 from qerl.models.architecture import Architecture, KVHeads
 
-FP8 = torch.float8_e4m3fn
 Spec = tuple[tuple[int, ...], torch.dtype]
-
-
-def page_bytes(
-    architecture: Architecture, page_tokens: int, dtype: torch.dtype, layers: Sequence[int] | None = None
-) -> int:
-    """Return the bytes of one page in these layers: keys, values and their scales. None: in all layers with
-    attention, and the routes of a mixture."""
-    routes = 0
-    if layers is None:
-        layers = architecture.layers_with("attention")
-        routes = sum(math.prod(shape) for shape, _ in route_specs(architecture, 0, page_tokens))
-    each = (architecture.kv_heads(architecture.kind(layer)) for layer in layers)
-    token_bytes = sum(n * (size * dtype.itemsize + (4 if dtype == FP8 else 0)) for n, size in each)
-    return 2 * page_tokens * token_bytes + routes
 
 
 def layers_by_heads(a: Architecture, layers: Sequence[int]) -> dict[KVHeads, tuple[int, ...]]:

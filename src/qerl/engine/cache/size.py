@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from qerl.config import EngineConfig
-from qerl.engine.cache.kv_cache import page_bytes
+from qerl.cost.cache import page_bytes
 from qerl.engine.schedule.live_sample import LiveGroup
 from qerl.engine.schedule.scheduler import min_group_pages, num_pages, own_pages
 from qerl.engine.schedule.window_pages import Window, windowed_layers

@@ -8,7 +8,6 @@ and write one extra slot. Memory as of the pages (kv_cache.py). Letters: L layer
 in kernels/delta_net/gated_delta_net.py.
 """
 
-import math
 from contextlib import AbstractContextManager
 
 import torch
@@ -17,15 +16,6 @@ from torch import Tensor
 from qerl.engine.cache.memory import tensors_on
 from qerl.kernels.delta_net.gated_delta_net import DeltaState
 from qerl.models.architecture import Architecture
-
-
-def slot_bytes(architecture: Architecture, compute: torch.dtype) -> int:
-    """Return the bytes of one slot; 0 if no layer has a state."""
-    shape = architecture.delta
-    if shape is None:
-        return 0
-    each = math.prod(shape.conv_shape) * compute.itemsize + math.prod(shape.state_shape) * 4
-    return each * len(architecture.layers_with("delta"))
 
 
 class StateCache:

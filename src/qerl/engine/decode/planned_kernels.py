@@ -6,7 +6,8 @@ Those that write a prefill's keys and values are listed too.
 import torch
 
 from qerl.config import EngineConfig
-from qerl.engine.cache.kv_cache import FP8, KVCache
+from qerl.cost.cache import FP8
+from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.decode.runner_cache import RunnerCache
 from qerl.engine.schedule.scheduler import num_pages

@@ -12,17 +12,17 @@ groups of eight at the 7B shape (int8, FlashAttention 2) at 19,450 tokens/s with
 layers recomputed at 15,710 and 16,170; from samples of one length at 20,670 and 20,970.
 """
 
-import dataclasses
-
 from qerl.config import RunConfig
+from qerl.cost.operands import operand_cache_bytes
+from qerl.cost.weights import num_weights
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
+    form_of,
+    full_rows,
     learning_bytes,
     memory_parts,
-    operand_cache_bytes,
+    with_fields,
 )
-from qerl.learner.plan.rows import full_rows
-from qerl.learner.plan.speed import num_weights
 from qerl.models.architecture import Architecture
 
 MOST_TOKENS = 65_536
@@ -37,19 +37,14 @@ def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gp
     resolved. gpu_bytes includes the CUDA context."""
     if config.learn.max_tokens_per_microbatch is not None:
         return config
-
-    def with_tokens(count: int) -> RunConfig:
-        learn = dataclasses.replace(config.learn, max_tokens_per_microbatch=count)
-        return dataclasses.replace(config, learn=learn)
-
     tokens, weights = config.learn.microbatch_tokens, num_weights(a)
     while tokens < MOST_TOKENS:
-        is_enough, larger = tokens * weights >= _ENOUGH_WORK, with_tokens(2 * tokens)
+        is_enough = tokens * weights >= _ENOUGH_WORK
+        larger = with_fields(config, "learn", max_tokens_per_microbatch=2 * tokens)
         parts = memory_parts(a, larger, prompt_tokens, full_rows(larger, prompt_tokens))
         free_bytes = USABLE_SHARE * gpu_bytes - learning_bytes(parts)
-        if free_bytes < 0 or (
-            is_enough and (tokens >= _EVEN_TOKENS or operand_cache_bytes(a, larger) > free_bytes)
-        ):
+        operands = operand_cache_bytes(a, form_of(larger), larger.learn)
+        if free_bytes < 0 or (is_enough and (tokens >= _EVEN_TOKENS or operands > free_bytes)):
             break
         tokens *= 2
-    return with_tokens(tokens)
+    return with_fields(config, "learn", max_tokens_per_microbatch=tokens)

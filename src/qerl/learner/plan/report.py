@@ -4,20 +4,21 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from qerl.config import RunConfig
+from qerl.config import ModelConfig, RunConfig
+from qerl.cost.operands import operand_cache_bytes
+from qerl.cost.weights import embedding_bytes, weight_bytes
 from qerl.errors import UserError, quantity
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
     can_cache_operands,
-    embedding_bytes,
+    form_of,
+    full_rows,
     memory_parts,
-    operand_cache_bytes,
     peak_bytes,
     resolve_checkpointing,
-    weight_bytes,
+    with_fields,
 )
 from qerl.learner.plan.microbatch import with_microbatches
-from qerl.learner.plan.rows import full_rows
 from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
@@ -33,13 +34,13 @@ _MAX_SAMPLES, _MAX_RANK = 4096, 1024
 
 def _needed_bytes(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> float:
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_bytes)
-    return max(peak_bytes(memory_parts(a, resolved, prompt_tokens)), _calibration(a, config))
+    return max(peak_bytes(memory_parts(a, resolved, prompt_tokens)), _calibration(a, config.model))
 
 
-def _calibration(a: Architecture, config: RunConfig) -> float:
+def _calibration(a: Architecture, model: ModelConfig) -> float:
     """Return the bytes of model.calibrate gptq, before training: the BF16 model, and four float64 matrices of
     the widest input's products."""
-    if config.model.calibrate == "none":
+    if model.calibrate == "none":
         return 0.0
     widest = max(linear.in_width for spec, _ in counted_specs(a) for linear in spec.linears)
     return weight_bytes(a, "bf16") + embedding_bytes(a, element_bytes=4) + 4 * 8 * widest**2
@@ -63,21 +64,14 @@ def largest_settings(
     def with_prompts(count: int) -> RunConfig:
         """All of their samples run at once."""
         running = max(config.engine.max_num_seqs, count * config.num_generations)
-        engine = dataclasses.replace(config.engine, max_num_seqs=running)
-        return dataclasses.replace(config, num_prompts=count, engine=engine)
-
-    def with_tokens(count: int) -> RunConfig:
-        return dataclasses.replace(config, sample=dataclasses.replace(config.sample, max_tokens=count))
-
-    def with_rank(count: int) -> RunConfig:
-        return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, rank=16 * count))
+        return dataclasses.replace(with_fields(config, "engine", max_num_seqs=running), num_prompts=count)
 
     max_prompts = max(_MAX_SAMPLES // config.num_generations, 1)
     max_tokens = max(a.max_positions - prompt_tokens, 1)
     return LargestSettings(
         num_prompts=_largest(max_prompts, lambda n: fits(with_prompts(n))),
-        max_tokens=_largest(max_tokens, lambda n: fits(with_tokens(n))),
-        rank=16 * _largest(_MAX_RANK // 16, lambda n: fits(with_rank(n))),
+        max_tokens=_largest(max_tokens, lambda n: fits(with_fields(config, "sample", max_tokens=n))),
+        rank=16 * _largest(_MAX_RANK // 16, lambda n: fits(with_fields(config, "adapter", rank=16 * n))),
     )
 
 
@@ -91,9 +85,7 @@ def options_that_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu
             continue
         changed = config
         for part, name, value in options:
-            changed = dataclasses.replace(
-                changed, **{part: dataclasses.replace(getattr(changed, part), **{name: value})}
-            )
+            changed = with_fields(changed, part, **{name: value})
         need = _needed_bytes(a, changed, prompt_tokens, gpu_bytes)
         if changed != config and need <= USABLE_SHARE * gpu_bytes:
             set_to = " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
@@ -136,7 +128,7 @@ def format_plan(
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_gb * 1e9)
     as_run = with_microbatches(a, resolved, prompt_tokens, gpu_gb * 1e9)
     parts = memory_parts(a, resolved, prompt_tokens)
-    calibration = _calibration(a, config)
+    calibration = _calibration(a, config.model)
     peak = max(peak_bytes(parts), calibration)
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
     advice = (
@@ -184,7 +176,7 @@ def _what_fits(
         tokens = f"{as_run.learn.microbatch_tokens:,}"
         lines.append(f"on a GPU, learning takes micro-batches of up to {tokens} tokens in free memory")
     if can_cache_operands(a, as_run, prompt_tokens, gpu_bytes, full_rows(as_run, prompt_tokens)):
-        cache_gb = operand_cache_bytes(a, as_run) / 1e9
+        cache_gb = operand_cache_bytes(a, form_of(as_run), as_run.learn) / 1e9
         lines.append(f"learning also keeps unpacked operands in free memory, up to {cache_gb:.2f} GB")
     return lines
 
@@ -201,7 +193,7 @@ def _speed(
 ) -> list[str]:
     length = mean_tokens or config.sample.max_tokens
     speed = estimate_speed(gpu, a, config, prompt_tokens=prompt_tokens, mean_tokens=length)
-    kernels = KERNEL_NAMES[planned_kernels(gpu, config)]
+    kernels = KERNEL_NAMES[planned_kernels(gpu, config.engine.kernels)]
     rates = f"{speed.sampled_tokens_per_s:,.0f} tokens/s, learning {speed.learned_tokens_per_s:,.0f} tokens/s"
     hours = config.num_steps * speed.step_s / 3600
     return [

@@ -18,29 +18,32 @@ mfu and layer_s depend on the kernels of decode steps (`engine.kernels`):
 """
 
 import dataclasses
+from typing import Literal
 
 import torch
 
 from qerl.config import RunConfig
-from qerl.engine.cache.state_cache import slot_bytes
+from qerl.cost.cache import slot_bytes, token_bytes
+from qerl.cost.weights import (
+    PASSES,
+    counted_stacks,
+    experts_read,
+    linear_weights,
+    num_active_weights,
+    num_trained_weights,
+    num_weights,
+    stack_bytes,
+    weight_bytes,
+)
 from qerl.errors import UserError, did_you_mean, require
 from qerl.formats import FORMATS
-from qerl.learner.plan.memory import kv_cache_bytes, num_trained_weights, weight_bytes
-from qerl.learner.plan.mixture import (
-    learner_unpack_bytes,
-    num_active_weights,
-    num_touched,
-    stack_bytes,
-    touched_share,
-)
-from qerl.learner.plan.rows import microbatch_rows
+from qerl.learner.plan.memory import kv_cache_bytes, microbatch_rows
 from qerl.models.architecture import Architecture
 from qerl.models.device import Kernels
-from qerl.models.layer_spec import counted_specs
 
 _BANDWIDTH_SHARE, _MATRIX_SHARE = 0.94, 0.8  # of the data sheet's figures, measured on an H200
 _UNPACK_BYTES = 24  # moved by PyTorch's operations to unpack a 4-bit weight
-_UNPACK_PASSES = {"none": 2, "layer": 3, "offload": 3}
+_EXPERT_UNPACK_BYTES = 2.5625  # moved by kernels/experts/stack_unpack.py for each 4-bit weight
 _LEARN_MFU = {"none": 0.57, "layer": 0.66, "offload": 0.66}
 _INT8_GAIN = {"none": 1.13, "layer": 1.19, "offload": 1.19}  # within 6 % of an H100 and an H200
 _HOST_LAYER_S = {"none": 7e-3, "layer": 13e-3, "offload": 13e-3}
@@ -148,9 +151,9 @@ def gpu_of_cuda_name(name: str) -> Gpu | None:
     return next((GPUS[prefix] for prefix in prefixes if prefix in GPUS), None)
 
 
-def planned_kernels(gpu: Gpu, config: RunConfig) -> Kernels:
-    """Return the kernels of decode steps on this GPU. Raises UserError for Hopper's on another one."""
-    wanted = config.engine.kernels
+def planned_kernels(gpu: Gpu, wanted: Kernels | Literal["auto"]) -> Kernels:
+    """Return the kernels of decode steps on this GPU where engine.kernels is `wanted`. Raises UserError for
+    Hopper's on another one."""
     require(
         wanted != "hopper" or gpu.is_hopper, "engine.kernels is hopper, which needs a Hopper GPU; use auto"
     )
@@ -175,7 +178,7 @@ def estimate_speed(
     """Return the speed of a run whose learn.gradient_checkpointing is resolved and whose samples have
     mean_tokens tokens. The KV cache holds as many samples at once as kv_cache_bytes says."""
     num_samples = config.num_prompts * config.num_generations
-    cached = kv_cache_bytes(a, config, prompt_tokens) / _kv_bytes(a, config)
+    cached = kv_cache_bytes(a, config, prompt_tokens) / token_bytes(a, config.engine.kv_cache_dtype)
     fitting = cached / (mean_tokens / 2 + prompt_tokens / config.num_generations)
     running = max(min(num_samples, config.engine.max_num_seqs, int(fitting)), 1)
     cached_tokens = running * (mean_tokens / 2 + prompt_tokens / config.num_generations)
@@ -185,12 +188,11 @@ def estimate_speed(
     if config.learn.backward == "int8":
         require(gpu.is_hopper, "learn.backward int8 needs a Hopper GPU (H100, H200): set it to bf16")
         mfu *= _INT8_GAIN[mode]
-    flop = (4 if mode == "none" else 6) * num_weights(a)
     rows = microbatch_rows(config, prompt_tokens)
-    unpacked = _UNPACK_PASSES[mode] * learner_unpack_bytes(a, config)
-    token_s = flop / (_MATRIX_SHARE * gpu.flop_per_s * mfu)
-    batch_s = unpacked / (_BANDWIDTH_SHARE * gpu.bytes_per_s)
-    batch_s += _UNPACK_PASSES[mode] * len(a.layers_with_experts) * _MIXTURE_PASS_S
+    token_s = 2 * PASSES[mode] * num_weights(a) / (_MATRIX_SHARE * gpu.flop_per_s * mfu)
+    experts = 0 if config.model.format == "bf16" else sum(n * x.num_weights for x, n in counted_stacks(a))
+    unpack_s = experts * _EXPERT_UNPACK_BYTES / (_BANDWIDTH_SHARE * gpu.bytes_per_s)
+    batch_s = PASSES[mode] * (unpack_s + len(a.layers_with_experts) * _MIXTURE_PASS_S)
     batch_s = max(rows * token_s + batch_s, _HOST_LAYER_S[mode] * a.num_layers)
     learn_rate = rows / batch_s
     learned = config.num_prompts * prompt_tokens + num_samples * mean_tokens
@@ -201,41 +203,25 @@ def estimate_speed(
     )
 
 
-def _kv_bytes(a: Architecture, config: RunConfig) -> int:
-    """Return the bytes of one token's keys and values."""
-    element = 1 if config.engine.kv_cache_dtype == "fp8" else 2
-    return 2 * a.kv_elements * element
-
-
 def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, cached_tokens: float) -> float:
     """Return the time of a decode step of so many samples that read so many tokens of the cache."""
     bandwidth, matrix = _BANDWIDTH_SHARE * gpu.bytes_per_s, _MATRIX_SHARE * gpu.flop_per_s
     format = config.model.sampler_format or config.model.format
-    experts = [(x, count) for spec, count in counted_specs(a) for x in spec.experts]
-    idle, kernels = 1 - touched_share(a, running), planned_kernels(gpu, config)
-    weights = weight_bytes(a, format) - idle * sum(n * stack_bytes(x, format) for x, n in experts)
+    stacks, read = counted_stacks(a), experts_read(a, running)
+    kernels = planned_kernels(gpu, config.engine.kernels)
+    weights = weight_bytes(a, format)
+    weights -= sum(n * (1 - read / x.num_experts) * stack_bytes(x, format) for x, n in stacks)
     if kernels == "torch" and format != "bf16":
-        read = _packed_weights(a) + (1 - idle) * sum(n * x.num_weights for x, n in experts)
-        weights += (_UNPACK_BYTES - FORMATS[format].bytes_per_weight) * read
-    adapter = 2 * num_trained_weights(a, config) if config.adapter.kind == "lora" else 0
+        unpacked = linear_weights(a)[0] + sum(n * read / x.num_experts * x.num_weights for x, n in stacks)
+        weights += (_UNPACK_BYTES - FORMATS[format].bytes_per_weight) * unpacked
+    adapter = 2 * num_trained_weights(a, config.adapter) if config.adapter.kind == "lora" else 0
     states = 2 * running * slot_bytes(a, torch.bfloat16)  # read and written
-    cache = cached_tokens * _kv_bytes(a, config) + states
+    cache = cached_tokens * token_bytes(a, config.engine.kv_cache_dtype) + states
     num_bytes = weights + 2 * a.vocab_size * a.width + adapter + cache
     rates = _DECODE[kernels]
     mfu = _DECODE["hopper"].mfu if format == "bf16" and kernels == "portable" else rates.mfu  # of cuBLAS
     active = num_active_weights(a)
     operations = 2 * running * ((num_weights(a) - active) / mfu + active / _EXPERT_MFU)
     launches = a.num_layers * rates.layer_s + len(a.layers_with_experts) * _MIXTURE_LAYER_S
-    launches += (kernels == "torch") * _EXPERT_S * num_touched(a, running)
+    launches += (kernels == "torch") * _EXPERT_S * read * len(a.layers_with_experts)
     return num_bytes / bandwidth + operations / matrix + launches
-
-
-def _packed_weights(a: Architecture) -> int:
-    groups = [(group, count) for spec, count in counted_specs(a) for group in spec.groups]
-    return sum(count * group.num_weights for group, count in groups if group.is_quantized)
-
-
-def num_weights(a: Architecture) -> int:
-    """Return the number of weights that one token is multiplied by."""
-    layers = sum(n * linear.num_weights for spec, n in counted_specs(a) for linear in spec.linears)
-    return layers + num_active_weights(a) + a.vocab_size * a.width
