@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 from qerl.tracking.atomic_file import encode
 from qerl.tracking.dashboard.follow import RunFollower
 from qerl.tracking.dashboard.gpu import GpuMonitor
-from qerl.tracking.report import page, section
+from qerl.tracking.report import page
 
 POLICY = "; connect-src 'self'"
 
@@ -68,6 +68,6 @@ class LivePage:
         return "-".join(follower.tag for follower in self._followers)
 
     def _contents(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
-        parts, charts = page.contents([follower.run() for follower in self._followers])
-        runs = [section.timeline(f.run()) | {"groups": [], "steps": f.steps()} for f in self._followers]
-        return parts, {"isLive": True, "tag": tag, "charts": charts, "runs": runs}
+        samples = [{"groups": [], "steps": follower.steps()} for follower in self._followers]
+        parts, data = page.contents([follower.run() for follower in self._followers], samples)
+        return parts, data | {"isLive": True, "tag": tag}

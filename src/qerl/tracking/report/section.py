@@ -17,6 +17,7 @@ from qerl.tracking.report.curve import (
     Series,
     chart_data,
     curves_svg,
+    linear_ticks,
     number_text,
     rounded,
     stacked_svg,
@@ -150,7 +151,7 @@ def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
 
 
 def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -> tuple[str, list[Any]]:
-    """Return the charts that have values, and the values that the page's script shows and redraws.
+    """Return the charts that have values, and the values that the page's script shows.
 
     Where accuracy is the reward at every step of every run, there is one chart for both.
     """
@@ -197,6 +198,13 @@ def timeline(run: RecordedRun) -> dict[str, Any]:
         rows.append((record["step"] + 1, rounded(minutes), rounded(tokens)))
     stride = max(1, -(-len(rows) // MAX_POINTS))
     return {"name": run.name, "clock": [*rows[:-1:stride], rows[-1]]}
+
+
+def ticks(timelines: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Return the ticks of each x axis, which all charts share: whole steps, minutes, tokens."""
+    ends = zip(*(timeline["clock"][-1] for timeline in timelines), strict=True)
+    steps, *others = [linear_ticks(0.0, max(values) or 1.0, 6) for values in ends]
+    return [[tick for tick in steps if tick.is_integer()], *others]
 
 
 def _series(run: RecordedRun, run_index: int, key: str, is_same: bool) -> list[Series]:
