@@ -128,9 +128,8 @@ def curves_svg(
     ys += [y for one in series for _, *ends in one.band for y in ends]
     x_scale = _horizontal(min(xs), max(xs))
     is_log = min(ys) > 0 and max(ys) > _LOG_FROM * median(ys)
-    y_scale, ticks = _log_vertical(ys) if is_log else _linear_vertical(ys)
-    curves = [_curve(one, x_scale, y_scale) for one in series]
-    return _frame(title, x_scale, y_scale, ticks, "".join(curves), x_label)
+    y_scale = _vertical(min(ys) / 1.2, max(ys) * 1.2, math.log10) if is_log else _linear_vertical(ys)
+    return _frame(title, x_scale, y_scale, "".join(_curve(one, x_scale, y_scale) for one in series), x_label)
 
 
 def stacked_svg(
@@ -138,27 +137,21 @@ def stacked_svg(
 ) -> str:
     """Draw stacked layers on an axis from 0 to `last`; each bar reaches from the end before it to its own."""
     x_scale, y_scale = _horizontal(0.0, last), _vertical(0.0, high, float)
-    base, polygons = [0.0] * len(ends), []
-    edges = [0.0, *ends]
+    base, polygons, edges = [0.0] * len(ends), [], [0.0, *ends]
     for i, layer in enumerate(layers):
         top = [low + more for low, more in zip(base, layer, strict=True)]
         outline = [*_step_outline(edges, top), *reversed(_step_outline(edges, base))]
         points = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in outline)
         polygons += [f'<polygon class="layer p{i}" points="{points}"/>'] if any(layer) else []
         base = top
-    return _frame(title, x_scale, y_scale, linear_ticks(0.0, high), "".join(polygons), "step")
+    return _frame(title, x_scale, y_scale, "".join(polygons), "step")
 
 
 def chart_data(series: Sequence[Series]) -> list[dict[str, Any]]:
     """Return the values that the page's script shows beside the pointer."""
-    return [
-        {
-            "label": one.label,
-            "run": one.run_index,
-            "points": [(x, rounded(y)) for x, y in downsampled(one.points)],
-        }
-        for one in series
-    ]
+    points = [[(x, rounded(y)) for x, y in downsampled(one.points)] for one in series]
+    named = zip(series, points, strict=True)
+    return [{"label": one.label, "run": one.run_index, "points": own} for one, own in named]
 
 
 def rounded(value: float) -> float:
@@ -175,18 +168,12 @@ def _vertical(low: float, high: float, warp: Callable[[float], float]) -> AxisSc
     return AxisScale(low=low, high=high, first_px=HEIGHT - BOTTOM, last_px=TOP, warp=warp)
 
 
-def _linear_vertical(ys: Sequence[float]) -> tuple[AxisScale, list[float]]:
+def _linear_vertical(ys: Sequence[float]) -> AxisScale:
     low, high = min(ys), max(ys)
     # An axis that nearly reaches zero starts at zero, so that differences keep their proportion.
     low = 0.0 if 0 < low < 0.4 * high else low
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-    low, high = (low - pad if low else low), high + pad
-    return _vertical(low, high, float), linear_ticks(low, high)
-
-
-def _log_vertical(ys: Sequence[float]) -> tuple[AxisScale, list[float]]:
-    low, high = min(ys) / 1.2, max(ys) * 1.2
-    return _vertical(low, high, math.log10), log_ticks(low, high)
+    return _vertical(low - pad if low else low, high + pad, float)
 
 
 def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
@@ -244,10 +231,9 @@ def _step_outline(edges: Sequence[float], heights: Sequence[float]) -> Points:
     return [(x, y) for i, y in enumerate(heights) for x in (edges[i], edges[i + 1])]
 
 
-def _frame(
-    title: str, x_scale: AxisScale, y_scale: AxisScale, ticks: Sequence[float], inside: str, x_label: str
-) -> str:
+def _frame(title: str, x_scale: AxisScale, y_scale: AxisScale, inside: str, x_label: str) -> str:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    ticks = (log_ticks if y_scale.warp is math.log10 else linear_ticks)(y_scale.low, y_scale.high)
     rows = "".join(
         f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y_scale(tick):.1f}" y2="{y_scale(tick):.1f}"/>'
         f'<text x="{LEFT - 6}" y="{y_scale(tick) + 3.5:.1f}" text-anchor="end">{text}</text>'

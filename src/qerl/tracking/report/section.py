@@ -89,16 +89,15 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
     ):
         accuracies, held_out = (evaluated(run, of, last_change) for of in (name, of_rewards))
         if accuracies:
-            first, last = accuracies[0][1], accuracies[-1][1]
-            tiles[f"{label} accuracy"] = _change(first, last, len(accuracies) > 1, "{:.0%}")
+            tiles[f"{label} accuracy"] = _change(accuracies, "{:.0%}")
         if held_out and held_out != accuracies:
-            first, last = held_out[0][1], held_out[-1][1]
-            tiles[f"{label} reward"] = _change(first, last, len(held_out) > 1, "{:.2f}")
+            tiles[f"{label} reward"] = _change(held_out, "{:.2f}")
     if losses := evaluated(run, "nll"):
-        tiles["Held-out loss"] = _change(losses[0][1], losses[-1][1], len(losses) > 1, "{:.3f}")
+        tiles["Held-out loss"] = _change(losses, "{:.3f}")
     if rewards:
         share = max(1, len(rewards) // 10)
-        tiles["Reward"] = _change(fmean(rewards[:share]), fmean(rewards[-share:]), len(rewards) > 1, "{:.2f}")
+        means = [(0.0, fmean(rewards[:share])), (1.0, fmean(rewards[-share:]))]
+        tiles["Reward"] = _change(means[: len(rewards)], "{:.2f}")
     if run.records:
         config = run.facts.get("config")
         planned = config.get("num_steps") if isinstance(config, dict) else None
@@ -112,9 +111,10 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
     return tiles
 
 
-def _change(first: float, last: float, has_changed: bool, template: str) -> str:
-    before = f"<small>{template.format(first)} &rarr;</small> " if has_changed else ""
-    return before + template.format(last)
+def _change(points: Points, template: str) -> str:
+    """Return the last value, after the first one if there are several."""
+    before = f"<small>{template.format(points[0][1])} &rarr;</small> " if len(points) > 1 else ""
+    return before + template.format(points[-1][1])
 
 
 def evaluated(run: RecordedRun, name: str, after: int = -1) -> Points:
@@ -265,14 +265,16 @@ def phases(runs: Sequence[RecordedRun]) -> tuple[str, list[Any]]:
     cards, data = [], []
     for i, (run, (steps, rows)) in enumerate(zip(runs, shares, strict=True)):
         if any(sum(parts) for parts in rows):
-            layers = [list(layer) for layer in zip(*rows, strict=True)]
+            layers = list(map(list, zip(*rows, strict=True)))
             title = f"Seconds per step: {run.name}"
             svg = stacked_svg(title, steps, layers, high, num_steps(runs))
             about = f"seconds by phase, {run.name}"
             cards.append(_card("Time per step", about, svg + _phase_key(layers), f' data-run="{i}"'))
-            named = [pair for pair in zip((*PHASES, "other"), layers, strict=True) if any(pair[1])]
-            points = [(name, list(zip(steps, layer, strict=True))) for name, layer in named]
-            layered = [Series(label=n, run_index=i, points=own, mark="exact") for n, own in points]
+            layered = [
+                Series(label=name, run_index=i, points=list(zip(steps, layer, strict=True)))
+                for name, layer in zip((*PHASES, "other"), layers, strict=True)
+                if any(layer)
+            ]
             data.append(chart_data(layered))
     return "".join(cards), data
 
