@@ -128,10 +128,6 @@ class PromptTokens:
     num_computed: int = 0
     """The others, and all that were computed again."""
 
-    @classmethod
-    def of(cls, batch: LiveBatch) -> "PromptTokens":
-        return cls(batch.num_reused_tokens, batch.num_prefilled_tokens)
-
     def __add__(self, other: "PromptTokens") -> "PromptTokens":
         return PromptTokens(self.num_reused + other.num_reused, self.num_computed + other.num_computed)
 
@@ -229,7 +225,9 @@ class Batcher:
     def prefilled(self) -> "PromptTokens":
         """Tokens of prompts that all batches reused and computed."""
         with self._changed:
-            return self._earlier if self.batch is None else self._earlier + PromptTokens.of(self.batch)
+            if (batch := self.batch) is None:
+                return self._earlier
+            return self._earlier + PromptTokens(batch.num_reused_tokens, batch.num_prefilled_tokens)
 
     @property
     def kv_pages(self) -> tuple[int, int]:

@@ -73,10 +73,7 @@ class ServingProtocol(H11Protocol):
         else:
             phase = "body" if self.conn.their_state is h11.SEND_BODY else "answer"
         if phase != self._phase:
-            self._enter(phase)
-
-    def _enter(self, phase: str) -> None:
-        self._phase, self.phase_began_s = phase, time.monotonic()
+            self._phase, self.phase_began_s = phase, time.monotonic()
 
     def end_if_overdue(self) -> None:
         now_s, options = time.monotonic(), self._options
@@ -140,11 +137,8 @@ class ApiServer(uvicorn.Server):
         num_files = max(raise_open_file_limit() - _NUM_OTHER_FILES, _NUM_RESERVED)
         self._max_connections = min(options.max_connections, num_files)
         self._tasks = list[asyncio.Task[None]]()
-        metrics.add_read(
-            "qerl_http_connections",
-            "Open connections.",
-            lambda: len(self.server_state.connections),
-        )
+        connections = self.server_state.connections
+        metrics.add_read("qerl_http_connections", "Open connections.", lambda: len(connections))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])

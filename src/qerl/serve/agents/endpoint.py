@@ -8,7 +8,7 @@ running batch; an episode that waits for a tool has no row in it.
 """
 
 import contextlib
-import hmac
+import hashlib
 import secrets
 import socket
 import threading
@@ -22,7 +22,7 @@ from qerl.config.options import ServeOptions
 from qerl.errors import RunError
 from qerl.serve.agents.parser import EpisodeParser, OpenEpisode
 from qerl.serve.agents.record import EpisodeRecord
-from qerl.serve.app import make_app
+from qerl.serve.app import has_key, make_app
 from qerl.serve.batcher import Batcher, PromptTokens
 from qerl.serve.fields import ApiError
 from qerl.serve.loaded_model import LoadedModel
@@ -133,15 +133,11 @@ class Endpoint:
         episode = self._episodes.get(number)
         if episode is None and 0 <= number < self._next_number:
             raise ApiError(410, f"episode {number} is over: its key is invalid now", code="episode_over")
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        key = episode.api_key if episode is not None else secrets.token_urlsafe(24)
-        if not hmac.compare_digest(given.strip().encode(), key.encode()) or scheme.lower() != "bearer":
+        key = secrets.token_urlsafe(24) if episode is None else episode.api_key
+        if not has_key(request, hashlib.sha256(key.encode()).digest()):
             raise ApiError(401, f"this is not the key of episode {number}", code="invalid_api_key")
         assert episode is not None
-        request.state.parser = self._parser_of(episode)
-
-    def _parser_of(self, episode: OpenEpisode) -> EpisodeParser:
-        return EpisodeParser(
+        request.state.parser = EpisodeParser(
             model=self._model,
             options=self._parser.options,
             name=MODEL_NAME,

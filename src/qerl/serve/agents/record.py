@@ -46,7 +46,7 @@ class RecordedCall:
     digest: str
     """Digest of the messages and of what else the prompt is made of."""
     parent: "RecordedAnswer | None"
-    given: Sequence[Message]
+    added: Sequence[Message]
     """Messages since the parent's answer."""
     answered: AnsweredCall | None = None
     """The same as a branch plays it again; None before it has begun."""
@@ -77,7 +77,8 @@ class EpisodeRecord:
         self.replay, self.sample_index = replay, sample_index
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._calls: list[AnsweredCall] = []
+        self.calls: list[AnsweredCall] = []
+        """The calls, with their answers once the episode is over."""
         self._num_calls = 0
         self._answers: list[RecordedAnswer] = []
         self._by_messages: dict[str, list[RecordedAnswer]] = {}
@@ -85,10 +86,6 @@ class EpisodeRecord:
         self._tool_results: dict[tuple[str, str], None] = {}
         self._prompts: dict[bytes, int] = {}
         self._num_running, self._running_since, self._busy_s = 0, 0.0, 0.0
-
-    @property
-    def num_calls(self) -> int:
-        return self._num_calls
 
     @property
     def num_answers(self) -> int:
@@ -105,12 +102,7 @@ class EpisodeRecord:
     @property
     def turn_starts(self) -> tuple[int, ...]:
         """Numbers of tokens sampled before each answer from which a branch may begin."""
-        return tuple(turn_starts(self._calls))
-
-    @property
-    def calls(self) -> list[AnsweredCall]:
-        """The calls with their answers, once the episode is over."""
-        return self._calls
+        return tuple(turn_starts(self.calls))
 
     @property
     def busy_s(self) -> float:
@@ -133,9 +125,9 @@ class EpisodeRecord:
 
     def begin(self, call: RecordedCall, pending: PendingRequest) -> None:
         with self._lock:
-            may_branch = all(each.can_replay for each in self._calls)
+            may_branch = all(each.can_replay for each in self.calls)
             call.answered = AnsweredCall.of(pending, may_branch=may_branch)
-            self._calls.append(call.answered)
+            self.calls.append(call.answered)
             self._num_running += 1
             if self._num_running == 1:
                 self._running_since = time.monotonic()
@@ -155,27 +147,23 @@ class EpisodeRecord:
         """Return the call with the prompt that the model gets. rendered_T: the prompt as the chat template or
         the tokenizer has it. variables: further ones of the template, such as tools."""
         with self._lock:
-            number, parent, prompt_T, given = self._num_calls, None, rendered_T, messages or ()
-            digest = ""
+            parent, prompt_T, added, digest = None, rendered_T, messages or (), ""
             if messages is not None:
                 *prefixes, (_, digest) = _digests(messages, variables or {})
-                parent, prompt_T, given = self._continued(messages, prefixes, variables or {}) or (
-                    None,
-                    rendered_T,
-                    messages,
-                )
+                if (found := self._continued(messages, prefixes, variables or {})) is not None:
+                    parent, prompt_T, added = found
             parent = parent or self._with_prefix(rendered_T)
-            for message in given:
+            for message in added:
                 if message["role"] == "tool":
                     key = str(message.get("tool_call_id") or ""), str(message["content"])
                     self._tool_results[key] = None
             return RecordedCall(
-                number=number,
+                number=self._num_calls,
                 prompt_T=prompt_T,
                 messages=messages,
                 digest=digest,
                 parent=parent,
-                given=given,
+                added=added,
             )
 
     def _continued(
@@ -258,11 +246,8 @@ def _following(answers: list[RecordedAnswer]) -> dict[RecordedAnswer, RecordedAn
     for answer in answers:
         if answer.call.parent is not None:
             continued.setdefault(answer.call.parent, []).append(answer)
-    return {parent: min(each, key=_content) for parent, each in continued.items()}
-
-
-def _content(answer: RecordedAnswer) -> tuple[list[int], list[int], int]:
-    return answer.call.prompt_T, answer.sample.tokens_T, answer.choice
+    content = lambda answer: (answer.call.prompt_T, answer.sample.tokens_T, answer.choice)  # noqa: E731
+    return {parent: min(each, key=content) for parent, each in continued.items()}
 
 
 def _begins(answer: RecordedAnswer, following: Mapping[RecordedAnswer, RecordedAnswer]) -> bool:
@@ -316,7 +301,7 @@ def _joined_routes(chain: list[RecordedAnswer]) -> bytes | None:
 
 def _shown(answer: RecordedAnswer) -> Iterator[dict[str, str]]:
     """Yield the messages since the answer before this one, and the answer, for people to read."""
-    for message in answer.call.given:
+    for message in answer.call.added:
         calls = [json.dumps(each["function"], ensure_ascii=False) for each in message.get("tool_calls", ())]
         yield {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *calls]))}
     yield {"role": "assistant", "content": answer.sample.text}
