@@ -47,10 +47,8 @@ def judge(config: TaskConfig) -> Callable[..., Any]:
     def judge(prompts: list[Text], completions: list[Text], **columns: list[Any]) -> list[float]:
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         rows = rows or [{}] * len(prompts)
-        triples = zip(prompts, completions, rows, strict=True)
-        return [
-            made.reward(readable(prompt), readable(completion), row) for prompt, completion, row in triples
-        ]
+        texts = map(readable, prompts), map(readable, completions)
+        return [made.reward(*each) for each in zip(*texts, rows, strict=True)]
 
     return judge
 
@@ -208,13 +206,14 @@ class Ledger:
                 file.execute("update spent set cost = cost + ? where judge = ?", (cost, self._name))
 
 
-def _rubric(given: str) -> str:
-    if not given.startswith("@"):
-        return given
+def _rubric(text: str) -> str:
+    """Return the text, or for @FILE that of the file."""
+    if not text.startswith("@"):
+        return text
     try:
-        return Path(given[1:]).expanduser().read_text(encoding="utf-8")
+        return Path(text[1:]).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise UserError(f"task.judge.rubric {given}: cannot be read: {error}") from None
+        raise UserError(f"task.judge.rubric {text}: cannot be read: {error}") from None
 
 
 def _filled(rubric: str, values: Json) -> str:

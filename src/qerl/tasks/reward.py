@@ -87,21 +87,19 @@ class RewardPool:
             raise UserError(f"task.reward_weights needs {needed}, got {len(weights)}")
         self._names = list(map(name_of, named))
         pairs = list(zip(functions, weights, strict=True))
-        environments = _environments(functions)
-        entries = zip(given, functions, strict=True)
-        self.environment = next((each for each, function in entries if is_environment(function)), None)
+        made = _environment(functions)
+        self.environment = None if made is None else given[functions.index(made)]
         """The environment's class, or its entry in config.rewards; None without one."""
-        made = environments[0] if environments else None
         self.scores_episodes = callable(getattr(made, "score", None))
         self.extends_prompt = bool(getattr(made, "extends_prompt", False))
         self.is_deterministic = bool(getattr(made, "deterministic", False))
         self._models = [(each, weight) for each, weight in pairs if isinstance(each, RewardModel | OwnJudge)]
         pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel | OwnJudge)]
-        self._functions = [function for function, _ in pairs if not is_environment(function)]
-        weights = [weight for function, weight in pairs if not is_environment(function)]
+        self._functions = [function for function, _ in pairs if function is not made]
+        self._episode_weight: float = next((weight for each, weight in pairs if each is made), 1.0)
+        weights = [weight for function, weight in pairs if function is not made]
         memory_bytes = int(config.reward_memory_gb * 1e9)
-        self._episode_weight: float = next((w for function, w in pairs if is_environment(function)), 1.0)
-        self._environment_worker, self._environment_pool = _started(environments, config, memory_bytes)
+        self._environment_worker, self._environment_pool = _started(made, config, memory_bytes)
         self.failures, self._latest = Counter[str](), Counter[str]()
         """Samples without a reward since the last take_failures(), by cause; those of the latest call."""
         self._examples: dict[str, str] = {}
@@ -285,7 +283,7 @@ class Scoring:
         return self._pool.total([group for _, group in keyed_P], calls, found)
 
 
-def _environments(functions: Sequence[Reward]) -> list[Reward]:
+def _environment(functions: Sequence[Reward]) -> Reward | None:
     """Return the environment among the functions, if there is one; raise UserError for two of them."""
     for function in filter(inspect.isclass, functions):
         if not is_environment(function):
@@ -293,20 +291,20 @@ def _environments(functions: Sequence[Reward]) -> list[Reward]:
                 f"task.rewards: {name_of(function)} is a class, but not an environment:"
                 " an environment has reset(row, seed) and step(completion)"
             )
-    found = list(filter(is_environment, functions))
-    if len(found) > 1:
-        named = ", ".join(map(name_of, found))
+    environments = list(filter(is_environment, functions))
+    if len(environments) > 1:
+        named = ", ".join(map(name_of, environments))
         raise UserError(f"task.rewards may name one environment, got {named}")
-    return found
+    return environments[0] if environments else None
 
 
 def _started(
-    environments: list[Reward], config: TaskConfig, memory_bytes: int
+    environment: Reward | None, config: TaskConfig, memory_bytes: int
 ) -> tuple[EnvironmentWorker, WorkerPool] | tuple[None, None]:
     """Start the process of the environment, if there is one."""
-    if not environments:
+    if environment is None:
         return None, None
-    worker = EnvironmentWorker(environments[0], config.environment, deadline_s=config.reward_timeout_s)
+    worker = EnvironmentWorker(environment, config.environment, deadline_s=config.reward_timeout_s)
     return worker, WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
 
 

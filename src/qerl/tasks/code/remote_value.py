@@ -74,9 +74,8 @@ class Connection:
             value = self._callbacks[request["callback"]](*arguments, **keywords)
             return {"result": encode(value, _reference)}
         except Exception as error:
-            return {
-                "raised": type(error).__name__ if type(error).__module__ == "builtins" else "RuntimeError"
-            }
+            is_builtin = type(error).__module__ == "builtins"
+            return {"raised": type(error).__name__ if is_builtin else "RuntimeError"}
 
     def _argument(self, value: Any) -> Any:
         """Return what stands for an argument that is not plain data."""

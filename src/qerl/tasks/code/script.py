@@ -19,26 +19,12 @@ from collections.abc import Iterator
 
 from qerl.tasks.code import assertions, pytest_stub
 
-_LIBRARY = {
-    "np": "numpy",
-    "numpy": "numpy",
-    "pd": "pandas",
-    "pandas": "pandas",
-    "pytest": "pytest",
-    "isclose": "math:isclose",
-    "sqrt": "math:sqrt",
-    "Counter": "collections:Counter",
-    "OrderedDict": "collections:OrderedDict",
-    "defaultdict": "collections:defaultdict",
-    "deque": "collections:deque",
-    "Decimal": "decimal:Decimal",
-    "Fraction": "fractions:Fraction",
-    "StringIO": "io:StringIO",
-    "datetime": "datetime:datetime",
-    "timedelta": "datetime:timedelta",
-    "reduce": "functools:reduce",
-    "List": "typing:List",
-}
+_LIBRARY = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "pytest": "pytest"}
+_LIBRARY |= {name: f"math:{name}" for name in ("isclose", "sqrt")}
+_LIBRARY |= {name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")}
+_LIBRARY |= {name: f"datetime:{name}" for name in ("datetime", "timedelta")}
+_LIBRARY |= {"Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction", "StringIO": "io:StringIO"}
+_LIBRARY |= {"reduce": "functools:reduce", "List": "typing:List"}
 """Names that tests use as if they were imported. They must not be the program's, which could forge them."""
 _MOCKS = ("patch", "Mock", "MagicMock", "AsyncMock", "PropertyMock")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -176,9 +162,8 @@ def _modules(node: ast.AST) -> list[str]:
 
 
 def _refuse_missing(tree: ast.Module, imports: dict[str, str]) -> None:
-    used = {name for node in tree.body for name in _modules(node)} | {
-        path.partition(":")[0] for path in imports.values()
-    }
+    used = {name for node in tree.body for name in _modules(node)}
+    used |= {path.partition(":")[0] for path in imports.values()}
     for name in sorted(used - {"solution", "pytest"}):
         if not _is_installed(name):
             raise ValueError(f"the test imports {name!r}, which is not installed")
