@@ -22,11 +22,7 @@ def write_transformers_merged(run: Path, config: RunConfig, out: Path, dtype: to
     source = locate(config.model.path)
     learned = checkpoint.latest_adapter(run / "checkpoints")
     model = load_transformers_model(
-        source,
-        format=config.model.format,
-        compute=torch.float32,
-        device=torch.device("cpu"),
-        resident=False,
+        source, format=config.model.format, compute=torch.float32, device=torch.device("cpu"), resident=False
     )
     add_adapter(model, config.adapter, seed=config.seed)
     load_adapter(model, learned)

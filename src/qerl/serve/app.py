@@ -24,13 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from qerl.errors import UserError
-from qerl.serve.batcher import (
-    Batcher,
-    BusyError,
-    CancelledRequestError,
-    OverdueRequestError,
-    PendingRequest,
-)
+from qerl.serve.batcher import Batcher, BusyError, CancelledRequestError, OverdueRequestError, PendingRequest
 from qerl.serve.fields import ApiError
 from qerl.serve.gate import Gate, error_body
 from qerl.serve.metrics import CONTENT_TYPE, ServerMetrics

@@ -96,10 +96,7 @@ class Judge:
         self._settings, self._model = settings, settings.model
         self._rubric = Rubric(settings)
         self._client = OpenAIClient(
-            settings.url,
-            key_variable=KEY_VARIABLE,
-            timeout_s=settings.timeout_s,
-            retries=settings.retries,
+            settings.url, key_variable=KEY_VARIABLE, timeout_s=settings.timeout_s, retries=settings.retries
         )
         self._ledger = Ledger(settings)
 

@@ -61,11 +61,7 @@ class RewardPool:
     """Scores groups in processes that start with it, before a model is loaded, and end with `close()`."""
 
     def __init__(
-        self,
-        config: TaskConfig,
-        functions: Sequence[Reward] = (),
-        *,
-        agent: Callable[..., Any] | None = None,
+        self, config: TaskConfig, functions: Sequence[Reward] = (), *, agent: Callable[..., Any] | None = None
     ):
         """functions: used instead of config.rewards if there are any. agent: what has given the samples their
         rewards; there is then no function."""

@@ -255,13 +255,7 @@ def _write_stderr(text: bytes) -> bool:
         return False
 
 
-def keep(
-    pool: int,
-    end: socket.socket,
-    output: int,
-    memory_bytes: int,
-    work: Callable[[Any], Any],
-) -> None:
+def keep(pool: int, end: socket.socket, output: int, memory_bytes: int, work: Callable[[Any], Any]) -> None:
     """Main function of a keeper, which leads the group of its worker."""
     os.setpgid(0, 0)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

@@ -104,12 +104,7 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     for step, what in changes(objects["facts"]):
         notices.append(f"changed from step {step + 1} on: {what}; the headlines are of what came after")
     return RecordedRun(
-        name=name,
-        **objects,
-        records=records,
-        groups=groups,
-        notices=notices,
-        coverage=coverage,
+        name=name, **objects, records=records, groups=groups, notices=notices, coverage=coverage
     )
 
 
