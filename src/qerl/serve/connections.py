@@ -180,14 +180,14 @@ class ApiServer(uvicorn.Server):
                 await self._open(connection)
 
     async def _open(self, connection: socket.socket) -> None:
-        connections, most = self.server_state.connections, self._max_connections
-        if len(connections) >= most and self._end_longest_wait():
+        connections, limit = self.server_state.connections, self._max_connections
+        if len(connections) >= limit and self._end_longest_wait():
             await asyncio.sleep(0)  # the ended connection leaves at the loop's next turn
-        if len(connections) >= most + _NUM_RESERVED:
+        if len(connections) >= limit + _NUM_RESERVED:
             self.metrics.closed.add("refused")
             connection.close()
             return
-        app = self.config.loaded_app if len(connections) < most else self._busy_app
+        app = self.config.loaded_app if len(connections) < limit else self._busy_app
         protocol = ServingProtocol(self, app)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)

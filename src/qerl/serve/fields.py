@@ -318,12 +318,12 @@ def _check_json(content: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in fields:
             raise ValueError(f"the key {ascii(key)[:50]} appears twice")
-        found[key] = value
-    return found
+        fields[key] = value
+    return fields
 
 
 def api_error(error: ValidationError) -> ApiError:

@@ -36,10 +36,10 @@ def completion_logprobs(
 
     def top(each: TokenLogprob) -> dict[str, float]:
         """Tokens with the same name are one entry, that of the most likely."""
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for token, logprob in (*each.top, (each.token, each.logprob)):
-            found.setdefault(name(token), logprob)
-        return found
+            logprobs.setdefault(name(token), logprob)
+        return logprobs
 
     return {
         "tokens": texts,

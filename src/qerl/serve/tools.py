@@ -55,9 +55,9 @@ class ToolCallStream:
             out, self._pending = out + before, _OPEN + rest
             if not close:
                 break
-            found = self._parse(body)
-            out += "" if found else _OPEN + body + _CLOSE
-            calls += found
+            parsed = self._parse(body)
+            out += "" if parsed else _OPEN + body + _CLOSE
+            calls += parsed
             self._pending = after
         if _OPEN not in self._pending:
             num_held = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._pending.endswith(_OPEN[:n])), 0)
@@ -68,8 +68,8 @@ class ToolCallStream:
     def end(self) -> tuple[str, list[ParsedCall]]:
         """Return what is left once the answer is complete."""
         rest, self._pending = self._pending, ""
-        found = self._parse(rest.strip().removeprefix(_OPEN))
-        return ("", found) if found else (self._text(rest), [])
+        parsed = self._parse(rest.strip().removeprefix(_OPEN))
+        return ("", parsed) if parsed else (self._text(rest), [])
 
     def _text(self, text: str) -> str:
         """Return the text without blanks around calls."""

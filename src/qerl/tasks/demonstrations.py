@@ -262,17 +262,17 @@ def messages_of(messages: Any) -> list[Message]:
     """Return the messages without empty entries; raise BadRow for one without role or content."""
     if not isinstance(messages, list) or not messages:
         raise BadRow("messages is not a list of messages")
-    found = []
+    cleaned = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow(f"message {number} has no role")
-        given = {name: value for name, value in message.items() if value is not None}
-        if not isinstance(given.get("content", ""), str):
+        fields = {name: value for name, value in message.items() if value is not None}
+        if not isinstance(fields.get("content", ""), str):
             raise BadRow(f"the content of message {number} is not a text")
-        if "content" not in given and not given.get("tool_calls"):
+        if "content" not in fields and not fields.get("tool_calls"):
             raise BadRow(f"message {number} has no content")
-        found.append({"content": "", **given})
-    return found
+        cleaned.append({"content": "", **fields})
+    return cleaned
 
 
 def _called_names(message: Message) -> list[str]:

@@ -81,9 +81,9 @@ class Rubric:
     def reward(self, reply: str) -> float:
         """Return a number in [0, 1]; raise JudgeFailed if the reply has no score, or one out of range."""
         settings = self._settings
-        found = re.findall(settings.pattern, reply[-20_000:], flags=re.IGNORECASE)
+        scores = re.findall(settings.pattern, reply[-20_000:], flags=re.IGNORECASE)
         try:
-            score = float(found[-1])
+            score = float(scores[-1])
         except (IndexError, ValueError):
             raise JudgeFailed(f"no score in the reply {reply[-80:]!r}") from None
         if not settings.least <= score <= settings.most:

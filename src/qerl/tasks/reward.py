@@ -72,8 +72,8 @@ class RewardPool:
             name in REWARDS and name not in _GRADED for name in config.rewards or ("",)
         )
         """True if there is a reward and none is the user's own or a model's: 1 means a correct sample."""
-        given = [] if agent else list(functions) or list(config.rewards)
-        functions = [resolve(each, config) if isinstance(each, str) else each for each in given]
+        entries = [] if agent else list(functions) or list(config.rewards)
+        functions = [resolve(each, config) if isinstance(each, str) else each for each in entries]
         named = functions if agent is None else [agent]
         self.sources = function_sources(named)
         """SHA-256 of what each function is made of, by name; none for built-in ones."""
@@ -84,7 +84,7 @@ class RewardPool:
         self._names = list(map(name_of, named))
         pairs = list(zip(functions, weights, strict=True))
         made = _environment(functions)
-        self.environment = None if made is None else given[functions.index(made)]
+        self.environment = None if made is None else entries[functions.index(made)]
         """The environment's class, or its entry in config.rewards; None without one."""
         self.scores_episodes = callable(getattr(made, "score", None))
         self.extends_prompt = bool(getattr(made, "extends_prompt", False))
@@ -108,8 +108,8 @@ class RewardPool:
     @property
     def notices(self) -> list[str]:
         """Lines for the log: which sandbox the reward code uses."""
-        found = (getattr(function, "notice", None) for function in self._functions)
-        return [text for text in found if isinstance(text, str)]
+        notices = (getattr(function, "notice", None) for function in self._functions)
+        return [text for text in notices if isinstance(text, str)]
 
     @property
     def own_judges(self) -> list[OwnJudge]:
@@ -121,9 +121,9 @@ class RewardPool:
         named = any(column in missing_arguments(function, ()) for function in self._functions)
         return self._answer_column is not None or named
 
-    def success_threshold(self, given: float | None) -> float | None:
+    def success_threshold(self, threshold: float | None) -> float | None:
         """Return evaluate.success_threshold; where it is not given, that of built-in rewards."""
-        return 1.0 if given is None and self.is_built_in else given
+        return 1.0 if threshold is None and self.is_built_in else threshold
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -182,13 +182,14 @@ class RewardPool:
         pool = self._function_pool
         return Scoring(self, None if pool is None else pool.begin(deadline_s=self._deadline_s))
 
-    def total(self, groups: list[Group], calls: list[Arguments], found: list[Outcome]) -> RewardsPG:
+    def total(self, groups: list[Group], calls: list[Arguments], outcomes_S: list[Outcome]) -> RewardsPG:
         """Return the groups' rewards by the functions' outcomes and what else there is to add, and count the
-        failures. calls and found: of the samples that have not failed before."""
+        failures. calls and outcomes_S: of the samples that have not failed before."""
         for model, weight in self._models:
             values = model.score_calls(calls)
-            found = [_added(outcome, weight, value) for outcome, value in zip(found, values, strict=True)]
-        outcomes = iter(found)
+            pairs = zip(outcomes_S, values, strict=True)
+            outcomes_S = [_added(outcome, weight, value) for outcome, value in pairs]
+        outcomes = iter(outcomes_S)
         failures: Counter[str] = Counter()
         rewards_P_G = [
             [self._count(self._total(sample, outcomes), failures) for sample in group.samples_G]
@@ -272,11 +273,11 @@ class Scoring:
             if key not in self._begun:
                 self.add(key, group)
         outcomes = None if self._jobs is None else self._jobs.wait()
-        calls, found = [], []
+        calls, outcomes_S = [], []
         for own_calls, places in (self._begun[key] for key, _ in keyed_P):
             calls += own_calls
-            found += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
-        return self._pool.total([group for _, group in keyed_P], calls, found)
+            outcomes_S += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
+        return self._pool.total([group for _, group in keyed_P], calls, outcomes_S)
 
 
 def _environment(functions: Sequence[Reward]) -> Reward | None:

@@ -50,9 +50,9 @@ def row_notice(
 
 def examples(renderer: Renderer) -> str:
     """Return the first bad rows: "line 3: has no prompt; line 8: has no prompt; ..."."""
-    found = sorted(renderer.faults.items())
-    shown = [f"{renderer.rows.place(index)}: {fault[:200]}" for index, fault in found[:_NUM_EXAMPLES]]
-    return "; ".join([*shown, *["..."] * (len(found) > _NUM_EXAMPLES)])
+    bad = sorted(renderer.faults.items())
+    shown = [f"{renderer.rows.place(index)}: {fault[:200]}" for index, fault in bad[:_NUM_EXAMPLES]]
+    return "; ".join([*shown, *["..."] * (len(bad) > _NUM_EXAMPLES)])
 
 
 def check_rows(renderer: Renderer, *, strict: bool) -> None:

@@ -59,12 +59,12 @@ class TableView:
 
     def duplicates(self, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
         """Return the places of rows with the same text, of which the same is learned, each group once."""
-        found: dict[tuple[str, str], list[str]] = defaultdict(list)
+        places_by_text: dict[tuple[str, str], list[str]] = defaultdict(list)
         for row in self.rows:
             parts = list(row.parts(tokenizer))
             learned = "".join(text for text, is_learned in parts if is_learned)
-            found[_words("".join(text for text, _ in parts)), _words(learned)].append(row.place)
-        return [places for places in found.values() if len(places) > 1]
+            places_by_text[_words("".join(text for text, _ in parts)), _words(learned)].append(row.place)
+        return [places for places in places_by_text.values() if len(places) > 1]
 
     def too_long(self, max_tokens: int) -> list[str]:
         return [row.place for row in self.rows if len(row.tokens_T) > max_tokens]

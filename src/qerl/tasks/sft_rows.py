@@ -64,8 +64,8 @@ class SftRows:
             check_columns(table.name, table.columns, config.text_column)
         made, notices = [], []
         for table in tables:
-            found, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
-            made.append(found)
+            demonstrations, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
+            made.append(demonstrations)
             notices += [] if notice is None else [notice]
         if own_rows is None:
             count = min(int(len(made[0]) * config.eval_fraction), max_evaluated)
@@ -90,10 +90,10 @@ class SftRows:
         """Read all rows of config.data as evaluation rows."""
         table, _ = open_rows(tables_of(config))
         check_columns(table.name, table.columns, config.text_column)
-        found, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
-        if not found:
+        demonstrations, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
+        if not demonstrations:
             raise UserError(f"{table.name}: no row is left to evaluate")
-        return cls([], found, notices=[] if notice is None else [notice], sources={}, seed=0)
+        return cls([], demonstrations, notices=[] if notice is None else [notice], sources={}, seed=0)
 
     @property
     def longest(self) -> int:

@@ -161,15 +161,15 @@ class WorkerPool:
 
     def _start_worker(self) -> _Worker:
         assert self._output is not None
-        own, end = socket.socketpair()
-        channel = Channel(own)
+        pool_end, worker_end = socket.socketpair()
+        channel = Channel(pool_end)
         try:
-            keeper = fork_process(keep, os.getpid(), end, self._output, self._memory_bytes, self._work)
+            keeper = fork_process(keep, os.getpid(), worker_end, self._output, self._memory_bytes, self._work)
         except OSError:
-            own.close()
+            pool_end.close()
             raise
         finally:
-            end.close()
+            worker_end.close()
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(keeper.pid, keeper.pid)  # the keeper sets it too; the first one wins
         return _Worker(keeper, channel)

@@ -39,14 +39,14 @@ _START_TIMEOUT_S = 60.0
 class Endpoint:
     def __init__(self, model: LoadedModel, config: AgentConfig):
         self._config, self._model = config, model
-        most = config.max_concurrent
+        max_episodes = config.max_concurrent
         options = ServeOptions(
             port=0,
             max_body_bytes=config.max_body_bytes,
             max_prompt_tokens=model.max_positions - 1,
             max_tokens=model.max_positions,  # more than the longest answer is cut, not refused
-            max_waiting=64 * most,
-            max_connections=4 * most + _NUM_OTHER_CONNECTIONS,
+            max_waiting=64 * max_episodes,
+            max_connections=4 * max_episodes + _NUM_OTHER_CONNECTIONS,
             keep_alive_timeout_s=config.episode_timeout_s,
         )
         self._parser = RequestParser(model=model, options=options, name=MODEL_NAME)

@@ -171,10 +171,10 @@ class EpisodeRecord:
     ) -> tuple[RecordedAnswer, list[int], Sequence[Message]] | None:
         """Return the answer that the messages continue, their prompt, and the messages after the answer."""
         for end, digest in reversed(prefixes):
-            found, rest = self._by_messages.get(digest, []), messages[end:]
-            if not found or rest[-1]["role"] == "assistant":
+            answers, rest = self._by_messages.get(digest, []), messages[end:]
+            if not answers or rest[-1]["role"] == "assistant":
                 continue
-            answer = next((each for each in found if each.child is None), found[-1])
+            answer = next((each for each in answers if each.child is None), answers[-1])
             ended_by = special_end(self._tokenizer, answer.sample.tokens_T)
             try:
                 between_T = chat_reply_tokens(self._tokenizer, list(rest), ended_by, variables)
@@ -186,12 +186,12 @@ class EpisodeRecord:
     def _with_prefix(self, prompt_T: list[int]) -> RecordedAnswer | None:
         """Return the longest answer whose prompt and tokens the prompt begins with."""
         lengths = sorted({length for length, _ in self._by_tokens if length < len(prompt_T)})
-        found, digest, start, values = None, hashlib.blake2b(), 0, array("q", prompt_T)
+        answer, digest, start, values = None, hashlib.blake2b(), 0, array("q", prompt_T)
         for length in lengths:
             digest.update(values[start:length].tobytes())
             start = length
-            found = self._by_tokens.get((length, digest.copy().digest())) or found
-        return found
+            answer = self._by_tokens.get((length, digest.copy().digest())) or answer
+        return answer
 
     def add(self, call: RecordedCall, choice: int, sample: Sample, reply: Message | None) -> None:
         """Record an answer. reply: the message that the client gets; None for a plain text."""
@@ -235,8 +235,8 @@ class EpisodeRecord:
                 routes=_joined_routes(chain),
                 messages=[each for answer in whole for each in _shown(answer)],
             )
-            own = dataclasses.replace(prompt, text="", tokens_T=first.prompt_T, messages=None)
-            parts.append(Group(prompt=own, samples_G=[sample]))
+            row_prompt = dataclasses.replace(prompt, text="", tokens_T=first.prompt_T, messages=None)
+            parts.append(Group(prompt=row_prompt, samples_G=[sample]))
         return parts
 
 
@@ -268,10 +268,10 @@ def _joined(chain: list[RecordedAnswer]) -> tuple[list[int], tuple[range, ...]]:
     """Return the tokens after the first prompt, and the spans among them that were given."""
     tokens_T, spans, start = [], [], len(chain[0].call.prompt_T)
     for answer in chain:
-        given_T = answer.call.prompt_T[start + len(tokens_T) :]
-        if given_T:
-            spans.append(range(len(tokens_T), len(tokens_T) + len(given_T)))
-        tokens_T += given_T + answer.sample.tokens_T
+        added_T = answer.call.prompt_T[start + len(tokens_T) :]
+        if added_T:
+            spans.append(range(len(tokens_T), len(tokens_T) + len(added_T)))
+        tokens_T += added_T + answer.sample.tokens_T
     return tokens_T, tuple(spans)
 
 
@@ -282,8 +282,8 @@ def _joined_sets(chain: list[RecordedAnswer]) -> AllowedTokens | None:
     sets, set_C = dict[bytes, int](), list[int | None]()
     for sample in (answer.sample for answer in chain):
         allowed = sample.allowed or AllowedTokens((), [None] * len(sample.logprobs_T))
-        own = [sets.setdefault(bits, len(sets)) for bits in allowed.sets]
-        set_C += [None if index is None else own[index] for index in allowed.set_C]
+        indices = [sets.setdefault(bits, len(sets)) for bits in allowed.sets]
+        set_C += [None if index is None else indices[index] for index in allowed.set_C]
     return AllowedTokens(tuple(sets), set_C)
 
 
@@ -311,7 +311,7 @@ def _digests(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[
     """Return (number of messages, digest of these) for each beginning that ends with an answer of the model,
     and for all messages. Messages of the assistant that follow each other are one: an API that has an item
     for every part of an answer sends it back so."""
-    digest, found = _text_of(dict(variables)), list[tuple[int, str]]()
+    digest, digests = _text_of(dict(variables)), list[tuple[int, str]]()
     merged: dict[str, Any] | None = None
     for number, message in enumerate(messages, 1):
         if message["role"] == "assistant":
@@ -320,10 +320,10 @@ def _digests(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[
             if not is_last:
                 continue
             digest, merged = _next_digest(digest, merged), None
-            found.append((number, digest))
+            digests.append((number, digest))
         else:
             digest = _next_digest(digest, message)
-    return [*found, (len(messages), digest)]
+    return [*digests, (len(messages), digest)]
 
 
 def _merged(before: dict[str, Any] | None, message: Message) -> dict[str, Any]:

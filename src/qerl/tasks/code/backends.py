@@ -86,12 +86,15 @@ def confine_settings(backend: Backend, box: Box, *, cpu_s: int, memory_bytes: in
 @functools.cache
 def _readable() -> list[str]:
     """Return the interpreter's files: standard library, packages, shared libraries, time zones."""
-    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    own += [*site.getsitepackages(), *(f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix))]
+    python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    python += [
+        *site.getsitepackages(),
+        *(f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix)),
+    ]
     system = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/nix/store", "/gnu/store"]
     system += ["/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom"]
-    found = sorted({os.path.normpath(path) for path in own + system if os.path.exists(path)})
-    return [path for path in found if not any(path.startswith(f"{other}/") for other in found)]
+    paths = sorted({os.path.normpath(path) for path in python + system if os.path.exists(path)})
+    return [path for path in paths if not any(path.startswith(f"{other}/") for other in paths)]
 
 
 def _new_user() -> int | None:

@@ -48,8 +48,8 @@ class Connection:
         return self._exception(name) if name in self._exceptions else self.request(0, "item", name)
 
     def request(self, index: int, action: str, *arguments: Any) -> Any:
-        given = encode([*arguments], self._argument)
-        send(self._stream, {"target": index, "action": action, "arguments": given})
+        encoded = encode([*arguments], self._argument)
+        send(self._stream, {"target": index, "action": action, "arguments": encoded})
         answer = self._receive()
         while "callback" in answer:
             send(self._stream, self._called(answer))

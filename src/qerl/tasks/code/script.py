@@ -116,26 +116,28 @@ def _free_names(text: str) -> set[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         top = symtable.symtable(text, "test.py", "exec")
-    own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    defined = {
+        symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+    }
     used: set[str] = set()
     tables = [top]
     for table in tables:
         tables += table.get_children()
         for symbol in table.get_symbols():
             if table is not top and symbol.is_declared_global() and symbol.is_assigned():
-                own.add(symbol.get_name())
+                defined.add(symbol.get_name())
             if symbol.is_referenced() and (table is top or symbol.is_global()):
                 used.add(symbol.get_name())
-    return {name for name in used - own if not (name.startswith("__") and name.endswith("__"))}
+    return {name for name in used - defined if not (name.startswith("__") and name.endswith("__"))}
 
 
 def _sorted_out(free: set[str], called: set[str], entry_point: str | None) -> tuple[set[str], dict[str, str]]:
     """Return the program's names among the free ones, and what the others are imported from."""
-    own = free & {entry_point}
-    modules = (free & sys.stdlib_module_names) - called - own
-    imports = {name: _LIBRARY[name] for name in free & _LIBRARY.keys() - own}
+    entry = free & {entry_point}
+    modules = (free & sys.stdlib_module_names) - called - entry
+    imports = {name: _LIBRARY[name] for name in free & _LIBRARY.keys() - entry}
     imports |= {name: name for name in modules}
-    return own | (free - set(dir(builtins)) - imports.keys()), imports
+    return entry | (free - set(dir(builtins)) - imports.keys()), imports
 
 
 def _tested_builtin(called: set[str]) -> set[str]:

@@ -12,7 +12,7 @@ from qerl.tracking.report.read import RecordedRun
 def facts_list(runs: Sequence[RecordedRun]) -> str:
     """List the facts; what all runs share is said once, without a run's number."""
     rows = [run_summary(run.facts) for run in runs]
-    found = []
+    entries = []
     for label in dict.fromkeys(label for row in rows for label in row):
         texts = [row.get(label, "unknown") for row in rows]
         lines = [f"<dd>{escape(texts[0])}</dd>"]
@@ -21,8 +21,8 @@ def facts_list(runs: Sequence[RecordedRun]) -> str:
                 f'<dd class="s{i % 8}" data-run="{i}">{swatch(i, len(runs))}{escape(text)}</dd>'
                 for i, text in enumerate(texts)
             ]
-        found.append(f"<div><dt>{label}</dt>{''.join(lines)}</div>")
-    return f'<dl class="facts">{"".join(found)}</dl>' if found else ""
+        entries.append(f"<div><dt>{label}</dt>{''.join(lines)}</div>")
+    return f'<dl class="facts">{"".join(entries)}</dl>' if entries else ""
 
 
 def swatch(index: int, num_runs: int) -> str:

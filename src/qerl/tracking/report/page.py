@@ -82,10 +82,10 @@ def document(
 ) -> str:
     """Return the page; `policy` extends its content security policy."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    own = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    sources = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     values = parts | {
         "title": escape(", ".join(run.name for run in runs)),
-        "policy": own + policy,
+        "policy": sources + policy,
         "legend": section.legend(runs),
         "style": style,
         "data": script_json(data),

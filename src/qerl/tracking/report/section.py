@@ -60,7 +60,7 @@ def legend(runs: Sequence[RecordedRun]) -> str:
 
 def notice_list(runs: Sequence[RecordedRun], texts: Sequence[Sequence[str]]) -> str:
     """List each run's texts after its name."""
-    pairs = [(run.name, text) for run, own in zip(runs, texts, strict=True) for text in own]
+    pairs = [(run.name, text) for run, own_texts in zip(runs, texts, strict=True) for text in own_texts]
     lines = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in pairs)
     return f"<ul>{lines}</ul>" if lines else ""
 
@@ -137,8 +137,8 @@ def _keys(runs: Sequence[RecordedRun]) -> set[str]:
 
 def pass_at_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     """Return a pass@k chart for each measured k except 1, which is the accuracy."""
-    found = (re.fullmatch(r"pass_at_([1-9][0-9]{0,8})", key) for key in _keys(runs))
-    powers = sorted(k for match in found if match and (k := int(match[1])) > 1)
+    matches = (re.fullmatch(r"pass_at_([1-9][0-9]{0,8})", key) for key in _keys(runs))
+    powers = sorted(k for match in matches if match and (k := int(match[1])) > 1)
     about = "probability that at least one of {} samples is correct"
     return [(f"pass_at_{k}", f"Pass@{k}", about.format(k)) for k in powers]
 
