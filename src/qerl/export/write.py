@@ -75,11 +75,7 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
             print(f"the adapter is exported without a tokenizer: {error}", file=sys.stderr)
 
 
-def write_merged_model(run: Path, config: RunConfig, out: Path) -> None:
-    write_merged(run, config, out, DTYPES["bf16"])
-
-
-def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
+def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     if backend_of(config.model) == "transformers":
         from qerl.export.transformers_merged import write_transformers_merged  # takes seconds to import
 

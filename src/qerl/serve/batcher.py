@@ -157,7 +157,9 @@ class Batcher:
         self._changed = threading.Condition()
         self._is_closed = self._has_ended = self._is_busy = False
         self._is_paused = is_paused
-        self._num_prompt_tokens = self._num_earlier_tokens = 0
+        self._num_earlier_tokens = 0
+        self.num_prompt_tokens = 0
+        """Number of prompt tokens of all requests that have entered a batch."""
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     def start(self) -> None:
@@ -209,11 +211,6 @@ class Batcher:
         with self._changed:
             requests = [request for request, _ in self._running]
         return sum(bool(request.tokens) and not request.future.done() for request in requests)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens of all requests that have entered a batch."""
-        return self._num_prompt_tokens
 
     @property
     def num_generated_tokens(self) -> int:
@@ -340,7 +337,7 @@ class Batcher:
             queue, self._queue = self._queue, []
             new = [(request, request.live_requests()) for request in queue if _is_wanted(request)]
             self._running += new
-        self._num_prompt_tokens += sum(len(p.tokens_T) for request, _ in new for p in request.prompts_P)
+        self.num_prompt_tokens += sum(len(p.tokens_T) for request, _ in new for p in request.prompts_P)
         return new
 
     def _fail_running(self, error: Exception) -> None:

@@ -39,11 +39,10 @@ class CompletionRequest:
     def with_echo(self) -> bool:
         return isinstance(self.body, CompletionBody) and self.body.echo
 
-    def tool_call_stream(self) -> ToolCallStream | None:
-        """Return what splits the text of one answer into text and calls, if there are tools."""
-        if not self.called_names or not isinstance(self.body, ChatBody):
-            return None
-        is_parallel, prompt_T = self.body.parallel_tool_calls, self.prompts_P[0].tokens_T
+    def tool_call_stream(self) -> ToolCallStream:
+        """Return what splits the text of one answer into text and calls."""
+        is_parallel = isinstance(self.body, ChatBody) and self.body.parallel_tool_calls
+        prompt_T = self.prompts_P[0].tokens_T
         return ToolCallStream(set(self.called_names), is_parallel=is_parallel, prompt_T=prompt_T)
 
 

@@ -174,17 +174,14 @@ class ChatResponse:
         return [event(chunk | self._envelope.prompt_token_ids(0)) for chunk in chunks]
 
     def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
-        calls, stream = list[ParsedCall](), self._calls[index]
-        if stream is not None:
-            text, calls = stream.add(text)
-        return self._events(index, text, calls, tokens)
+        return self._events(index, *self._calls[index].add(text), tokens)
 
     def _events(
         self, index: int, text: str, calls: list[ParsedCall], tokens: list[TokenLogprob]
     ) -> list[str]:
         delta: Json = {"content": text} if text else {}
-        if calls and (stream := self._calls[index]) is not None:
-            first = stream.num_calls - len(calls)
+        if calls:
+            first = self._calls[index].num_calls - len(calls)
             delta["tool_calls"] = [{"index": first + i, **call.to_json()} for i, call in enumerate(calls)]
         logprobs, ids = self._logprobs(tokens) if tokens else None, self._envelope.token_ids(tokens)
         if not (delta or logprobs or ids.get("token_ids")):
@@ -193,9 +190,7 @@ class ChatResponse:
         return [event(self._envelope.chunk([choice]))]
 
     def end_choice(self, index: int, sample: Sample) -> list[str]:
-        stream, events = self._calls[index], list[str]()
-        if stream is not None:
-            events = self._events(index, *stream.end(), [])
+        events = self._events(index, *self._calls[index].end(), [])
         last = self._choice(index, {}) | {"finish_reason": self._finish(index, sample)}
         return [*events, event(self._envelope.chunk([last]))]
 
@@ -206,16 +201,13 @@ class ChatResponse:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _finish(self, index: int, sample: Sample) -> str | None:
-        stream = self._calls[index]
-        return "tool_calls" if stream is not None and stream.num_calls else sample.finish
+        return "tool_calls" if self._calls[index].num_calls else sample.finish
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
         return chat_logprobs(self._tokenizer, tokens) if self._request.body.with_logprobs else None
 
 
-def split_calls(stream: ToolCallStream | None, text: str) -> tuple[str, list[ParsedCall]]:
+def split_calls(stream: ToolCallStream, text: str) -> tuple[str, list[ParsedCall]]:
     """Return the text and the calls of a whole answer."""
-    if stream is None:
-        return text, []
     (before, calls), (after, last) = stream.add(text), stream.end()
     return before + after, calls + last

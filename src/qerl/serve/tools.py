@@ -33,7 +33,8 @@ class ParsedCall:
 
 
 class ToolCallStream:
-    """Splits the text of one answer into text and calls; it waits where a call may have begun."""
+    """Splits the text of one answer into text and calls; it waits where a call may have begun. Without names
+    of functions all is text."""
 
     def __init__(self, names: set[str], *, is_parallel: bool, prompt_T: Sequence[int] = ()):
         """prompt_T: tokens of the prompt. The same calls after the same prompt have the same ids, so that an
@@ -45,6 +46,8 @@ class ToolCallStream:
 
     def add(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Return the text and the calls that this piece completes."""
+        if not self._names:
+            return text, []
         self._pending += text
         if not self._has_text and self._pending.lstrip()[:1] in ("", "{"):
             return "", []  # perhaps a bare object; only its end tells

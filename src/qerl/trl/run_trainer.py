@@ -15,7 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from qerl.config import RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import UserError, require
-from qerl.export.write import write_merged_model, write_peft
+from qerl.export.write import write_merged, write_peft
 from qerl.learner import checkpoint
 from qerl.models.checkpoint.source import locate
 from qerl.models.hf_writer import write_tokenizer
@@ -131,7 +131,7 @@ class RunTrainer:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as temporary:
             folder = Path(temporary) / "model"
-            write = write_peft if self.config.adapter.kind == "lora" else write_merged_model
+            write = write_peft if self.config.adapter.kind == "lora" else write_merged
             config = with_stored_base(self.config, Path(self.config.out))
             write(Path(config.out), config, folder)
             write_tokenizer(folder, locate(config.model.path))

@@ -12,6 +12,7 @@ import hashlib
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from starlette.requests import Request
@@ -72,11 +73,9 @@ class Endpoint:
 
     def start(self) -> None:
         self._thread.start()
-        deadline = threading.Event()
-        for _ in range(int(_START_TIMEOUT_S / 0.01)):
-            if self._server.started or not self._thread.is_alive():
-                break
-            deadline.wait(0.01)
+        end_s = time.monotonic() + _START_TIMEOUT_S
+        while not self._server.started and self._thread.is_alive() and time.monotonic() < end_s:
+            time.sleep(0.01)
         if not self._server.started:
             raise RunError("the agents' endpoint could not be started; see the lines above")
 
