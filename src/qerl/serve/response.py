@@ -116,20 +116,15 @@ class CompletionResponse:
         }
 
     def _logprobs(self, tokens: list[TokenLogprob | None], ids: list[int]) -> Json:
-        def text(token: int) -> str:
-            return str(self._tokenizer.decode([token]))
-
-        name = token_id_text if self._with_ids else text
+        name = token_id_text if self._with_ids else lambda token: str(self._tokenizer.decode([token]))
         return completion_logprobs(name, tokens, list(map(name, ids)), self._num_top)
 
     def start(self) -> list[str]:
         return []
 
     def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
-        logprobs = None
-        if self._request.body.with_logprobs:
-            listed = list[TokenLogprob | None](tokens)
-            logprobs = self._logprobs(listed, [each.token for each in tokens])
+        is_asked, ids = self._request.body.with_logprobs, [each.token for each in tokens]
+        logprobs = self._logprobs([*tokens], ids) if is_asked else None
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return [event(self._envelope.chunk([choice | self._envelope.token_ids(tokens)]))]
 

@@ -215,8 +215,4 @@ def _rubric(text: str) -> str:
 
 def _filled(rubric: str, values: Json) -> str:
     """Fill in {name} of known names in one pass: braces of a sample's own text stay as they are."""
-
-    def value(match: re.Match[str]) -> str:
-        return str(values[match[1]]) if match[1] in values else match[0]
-
-    return re.sub(r"\{(\w+)\}", value, rubric)
+    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), rubric)
