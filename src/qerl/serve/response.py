@@ -4,15 +4,16 @@ With return_token_ids, as in vLLM, a choice has `token_ids` and, for completions
 has the latter beside its choices. /v1/responses is in responses.py.
 """
 
+import itertools
 import json
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qerl.serve.fields import CompletionBody
-from qerl.serve.logprobs import chat_logprobs, completion_logprobs, token_id_text
 from qerl.serve.request import CompletionRequest
 from qerl.serve.tools import ParsedCall, ToolCallStream
 from qerl.types import Sample, TokenLogprob
@@ -116,8 +117,8 @@ class CompletionResponse:
         }
 
     def _logprobs(self, tokens: list[TokenLogprob | None], ids: list[int]) -> Json:
-        name = token_id_text if self._with_ids else lambda token: str(self._tokenizer.decode([token]))
-        return completion_logprobs(name, tokens, list(map(name, ids)), self._num_top)
+        name = _token_id_text if self._with_ids else lambda token: str(self._tokenizer.decode([token]))
+        return _completion_logprobs(name, tokens, list(map(name, ids)), self._num_top)
 
     def start(self) -> list[str]:
         return []
@@ -199,10 +200,48 @@ class ChatResponse:
         return "tool_calls" if self._calls[index].num_calls else sample.finish
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
-        return chat_logprobs(self._tokenizer, tokens) if self._request.body.with_logprobs else None
+        return _chat_logprobs(self._tokenizer, tokens) if self._request.body.with_logprobs else None
 
 
 def split_calls(stream: ToolCallStream, text: str) -> tuple[str, list[ParsedCall]]:
     """Return the text and the calls of a whole answer."""
     (before, calls), (after, last) = stream.add(text), stream.end()
     return before + after, calls + last
+
+
+def _token_id_text(token: int) -> str:
+    """Return a token's name in vLLM's return_tokens_as_token_ids."""
+    return f"token_id:{token}"
+
+
+def _chat_logprobs(tokenizer: Tokenizer, tokens: list[TokenLogprob]) -> Json:
+    def entry(token: int, logprob: float) -> Json:
+        text = str(tokenizer.decode([token]))
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        entry(each.token, each.logprob) | {"top_logprobs": [entry(*top) for top in each.top]}
+        for each in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(
+    name: Callable[[int], str], tokens: list[TokenLogprob | None], texts: list[str], num_top: int
+) -> Json:
+    """name: of a token among the most likely ones. texts: of the tokens. None: the first token of a prompt,
+    which nothing predicts."""
+
+    def top(each: TokenLogprob) -> dict[str, float]:
+        """Tokens with the same name are one entry, that of the most likely."""
+        logprobs: dict[str, float] = {}
+        for token, logprob in (*each.top, (each.token, each.logprob)):
+            logprobs.setdefault(name(token), logprob)
+        return logprobs
+
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if each is None else each.logprob for each in tokens],
+        "top_logprobs": [None if each is None else top(each) for each in tokens] if num_top else None,
+        "text_offset": [0, *itertools.accumulate(map(len, texts))][:-1],
+    }
