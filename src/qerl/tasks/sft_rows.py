@@ -62,11 +62,8 @@ class SftRows:
         tables = [rows] if own_rows is None else [rows, own_rows]
         for table in tables:
             check_columns(table.name, table.columns, config.text_column)
-        made, notices = [], []
-        for table in tables:
-            demonstrations, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
-            made.append(demonstrations)
-            notices += [] if notice is None else [notice]
+        read = [_demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config) for table in tables]
+        made, notices = [each for each, _ in read], [notice for _, notice in read if notice is not None]
         if own_rows is None:
             count = min(int(len(made[0]) * config.eval_fraction), max_evaluated)
             made = [made[0][: len(made[0]) - count], made[0][len(made[0]) - count :]]

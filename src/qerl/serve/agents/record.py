@@ -205,7 +205,9 @@ class EpisodeRecord:
             all_T = array("q", answer.all_T)
             self._by_tokens.setdefault((len(all_T), hashlib.blake2b(all_T.tobytes()).digest()), answer)
             if reply is not None and call.messages and call.messages[-1]["role"] != "assistant":
-                for echo in {_text_of(each): each for each in _echoes(reply)}.values():
+                # Some clients leave out the text beside calls when they send an answer back.
+                echoes = [reply, {**reply, "content": ""}] if reply.get("tool_calls") else [reply]
+                for echo in {_text_of(each): each for each in echoes}.values():
                     key = _next_digest(call.digest, echo)
                     self._by_messages.setdefault(key, []).append(answer)
 
@@ -330,11 +332,6 @@ def _merged(before: dict[str, Any] | None, message: Message) -> dict[str, Any]:
     calls = [*(before or {}).get("tool_calls", ()), *message.get("tool_calls", ())]
     content = (before or {}).get("content", "") + message["content"]
     return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
-
-
-def _echoes(reply: Message) -> list[Message]:
-    """Return the forms in which clients send an answer back: some leave out the text beside calls."""
-    return [reply, {**reply, "content": ""}] if reply.get("tool_calls") else [reply]
 
 
 def _next_digest(digest: str, message: Message) -> str:
