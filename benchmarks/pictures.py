@@ -2,7 +2,7 @@
 
     python -m benchmarks pictures [--run runs/demo]
 
-Colors follow the reader's light or dark setting.
+Colors follow the reader's light or dark setting. Curves are those of the report.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from qerl.bench.record import ROOT
 from qerl.errors import UserError
-from qerl.tracking.report.curve import linear_ticks, smoothed
+from qerl.tracking.report.curve import Series, curves_svg
+from qerl.tracking.report.page import asset
 
 IMAGES = ROOT / "docs" / "images"
 _STYLE = """<style>
@@ -23,16 +24,19 @@ _STYLE = """<style>
   .shared { fill: #ddf4ff; stroke: #0969da; stroke-width: 1.5 }
   .arrow { fill: none; stroke: #59636e; stroke-width: 1.3; marker-end: url(#head) }
   #head path { fill: #59636e }
-  .axis { stroke: #d1d9e0; stroke-width: 1 } .curve { fill: none; stroke: #0969da; stroke-width: 1.8 }
-  .raw { fill: none; stroke: #0969da; opacity: .25 } .dot { fill: #bc4c00 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .small { fill: #9198a1 } .box { fill: #151b23; stroke: #656c76 }
     .shared { fill: #0c2d4a; stroke: #4493f8 } .arrow { stroke: #9198a1 } #head path { fill: #9198a1 }
-    .axis { stroke: #3d444d } .curve, .raw { stroke: #4493f8 } .dot { fill: #f0883e }
   }
 </style>
 <defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
 <path d="M0 0 L8 4 L0 8 z"/></marker></defs>"""
+
+_CURVES = {
+    "reward": "reward (dots: held-out accuracy)",
+    "entropy": "entropy of the policy, nats",
+    "sigma": "AQN's sigma",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +73,7 @@ def system_svg() -> str:
         _text(430, 40, "one training step", "", "middle"),
         _text(430, 58, "no second copy of the weights, no merging, no weight sync", "small", "middle"),
     ]
-    return _svg(900, 280, [*boxes, *(f'<path class="arrow" d="{d}"/>' for d in arrows), *notes])
+    return _svg(900, 280, [_STYLE, *boxes, *(f'<path class="arrow" d="{d}"/>' for d in arrows), *notes])
 
 
 def run_svg(folder: Path) -> str:
@@ -78,45 +82,21 @@ def run_svg(folder: Path) -> str:
     result = json.loads((folder / "result.json").read_text())
     if not steps:
         raise UserError(f"{folder}: metrics.jsonl has no steps")
+    sigmas = [step["sigma"] for step in steps]
+    starts = [i + 2.0 for i, (before, sigma) in enumerate(itertools.pairwise(sigmas)) if before == 0 < sigma]
     ends = [(0.0, result["accuracy_before"]), (float(len(steps)), result["accuracy_after"])]
-    rewards, entropies, sigmas = ([step[key] for step in steps] for key in ("reward", "entropy", "sigma"))
-    starts = [i + 1.0 for i, (before, sigma) in enumerate(itertools.pairwise(sigmas)) if before == 0 < sigma]
-    panels = [
-        _panel(0, "reward (dots: held-out accuracy)", rewards, ends, 1.0, starts),
-        _panel(300, "entropy of the policy, nats", entropies, [], None, starts),
-        _panel(600, "AQN's sigma", sigmas, [], None, starts),
-    ]
-    return _svg(900, 220, panels)
-
-
-def _panel(
-    left: int,
-    title: str,
-    values: Sequence[float],
-    dots: Sequence[tuple[float, float]],
-    top: float | None,
-    breaks: Sequence[float],
-) -> str:
-    high = top or max(values) * 1.08
-    x_px, y_px, width, height = left + 45, 190, 235, 150
-
-    def place(x: float, y: float) -> str:
-        return f"{x_px + width * x / len(values):.1f} {y_px - height * y / high:.1f}"
-
-    lines = []
-    for tick in linear_ticks(0.0, high, 4):
-        y = y_px - height * tick / high
-        lines.append(f'<path class="axis" d="M{x_px} {y:.1f} H{x_px + width}"/>')
-        lines.append(_text(x_px - 6, y + 4, f"{tick:g}", "small", "end"))
-    raw = [(float(index), value) for index, value in enumerate(values)]
-    for name, parts in (("raw", [raw]), ("curve", smoothed(raw, breaks))):
-        d = "".join("M" + " L".join(place(i + 0.5, y) for i, y in part) for part in parts)
-        lines.append(f'<path class="{name}" d="{d}"/>')
-    for x, y in dots:
-        cx, cy = place(x, y).split()
-        lines.append(f'<circle class="dot" cx="{cx}" cy="{cy}" r="4.5"/>')
-    lines.append(_text(x_px + width / 2, y_px + 20, f"step (1 to {len(values)})", "small", "middle"))
-    return "\n".join([_text(x_px, 25, title, "", "start"), *lines])
+    held_out = Series(label="held-out", run_index=1, points=ends, mark="dot")
+    charts = []
+    for i, (key, title) in enumerate(_CURVES.items()):
+        points = [(number, step[key]) for number, step in enumerate(steps, 1)]
+        breaks = {} if key == "sigma" else dict.fromkeys(starts, "noise")
+        mark = "exact" if key == "sigma" else "line"
+        series = [Series(label=key, run_index=0, points=points, mark=mark, breaks=breaks)]
+        svg = curves_svg(title, series + [held_out] * (key == "reward"), x_range=(0.0, float(len(steps))))
+        shapes = svg[svg.index(">") + 1 :].removesuffix("</svg>")
+        title_text = _text(50, 0, title, "", "start")
+        charts.append(f'<g transform="translate({490 * i} 20)">{title_text}{shapes}</g>')
+    return _svg(1470, 255, [f"<style>{asset('page.css')}</style>", *charts])
 
 
 def _box(x: int, y: int, width: int, height: int, name: str, title: str, note: str) -> str:
@@ -136,4 +116,4 @@ def _text(x: float, y: float, text: str, name: str, anchor: str) -> str:
 
 def _svg(width: int, height: int, parts: Sequence[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
-    return "\n".join([head, _STYLE, *parts, "</svg>"]) + "\n"
+    return "\n".join([head, *parts, "</svg>"]) + "\n"

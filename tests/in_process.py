@@ -7,7 +7,6 @@ rewards that run programs, environments and agents have their processes everywhe
 
 import functools
 import pickle
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +26,10 @@ class InProcessPool(WorkerPool):
         self.jobs = Jobs(self, deadline_s)
         return self.jobs
 
-    def advance(self, items: list[Any], waiting: deque[int], outcomes: list[Any], **_: Any) -> None:
-        while waiting:
-            index = waiting.popleft()
-            outcomes[index] = _copied(self._work(_copied(items[index])))
+    def advance(self, jobs: Jobs, *, waits: bool) -> None:
+        while jobs.waiting:
+            index = jobs.waiting.popleft()
+            jobs.outcomes[index] = _copied(self._work(_copied(jobs.items[index])))
 
     def stop(self) -> None:
         """Nothing was started."""

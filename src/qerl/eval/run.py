@@ -132,11 +132,11 @@ def _grading(task: TaskConfig) -> tuple[Any, ...]:
 
 def _task_settings(task: TaskConfig, pool: RewardPool) -> dict[str, Any]:
     """Return the data and the fields that rewards depend on, where they differ from the default."""
-    given, default = dataclasses.asdict(task), dataclasses.asdict(TaskConfig())
+    fields, default = dataclasses.asdict(task), dataclasses.asdict(TaskConfig())
     names = ("reward_weights", "reward_timeout_s", "code")
-    settings = {name: given[name] for name in names if given[name] != default[name]}
+    settings = {name: fields[name] for name in names if fields[name] != default[name]}
     if pool.has_environment:
-        settings["environment"] = given["environment"]
+        settings["environment"] = fields["environment"]
     return {"data": task.name, "rewards": list(task.rewards), **settings}
 
 

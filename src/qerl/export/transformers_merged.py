@@ -38,9 +38,9 @@ def _merged(model: TransformersModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors by the names that transformers' model has for them, tied ones once."""
     linears = dict(model.linears())
     tied = model.model.all_tied_weights_keys
-    found = {f"{name}.weight": merged_weight(linear).to(dtype) for name, linear in linears.items()}
+    tensors = {f"{name}.weight": merged_weight(linear).to(dtype) for name, linear in linears.items()}
     for name, tensor in model.model.state_dict().items():
         is_own = name.rpartition(".")[0] not in linears or name.endswith(".bias")
         if is_own and name not in tied:
-            found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return found
+            tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return tensors

@@ -59,11 +59,11 @@ def regrouped(readings: list[BatchMetrics], batches: Sequence[PackedBatch]) -> l
     """Return the same values for the same sampled tokens in another packing."""
     if [len(r.logprob_C) for r in readings] == [len(batch.targets_C) for batch in batches]:
         return readings
-    found: dict[str, Sequence[Any]] = {}
+    parts: dict[str, Sequence[Any]] = {}
     for name in ("logprob_C", "entropy_C", "reference_C", "own_C"):
-        parts_C = [part_C for r in readings if (part_C := getattr(r, name)) is not None]
-        found[name] = divided(torch.cat(parts_C) if parts_C else None, batches)
-    each = (dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True))
+        values_C = [part_C for r in readings if (part_C := getattr(r, name)) is not None]
+        parts[name] = divided(torch.cat(values_C) if values_C else None, batches)
+    each = (dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True))
     return [BatchMetrics(batch=batch, **values) for batch, values in zip(batches, each, strict=True)]
 
 
@@ -97,55 +97,55 @@ class Update:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tally:
-    """A mean that combines over ranks: Tally(total=6.0, count=3, most=4.0).mean is 2.0."""
+    """A mean that combines over ranks: Tally(total=6.0, count=3, max=4.0).mean is 2.0."""
 
     total: float
     count: int
-    most: float
+    max: float
 
     @staticmethod
     def of(parts_C: list[Tensor]) -> "Tally":
-        return read({"": measured(parts_C)})[""]
+        return to_host({"": reduce_on_device(parts_C)})[""]
 
     @property
     def mean(self) -> float:
         return self.total / self.count
 
     def __add__(self, other: "Tally") -> "Tally":
-        is_number = not (math.isnan(self.most) or math.isnan(other.most))
-        most = max(self.most, other.most) if is_number else math.nan
-        return Tally(self.total + other.total, self.count + other.count, most)
+        is_number = not (math.isnan(self.max) or math.isnan(other.max))
+        highest = max(self.max, other.max) if is_number else math.nan
+        return Tally(self.total + other.total, self.count + other.count, highest)
 
 
-class Measured(NamedTuple):
+class DeviceTally(NamedTuple):
     """A Tally that is still on the device, in float64."""
 
     total: Tensor
-    most: Tensor
+    max: Tensor
     number: Tensor
 
 
 N = TypeVar("N")
 Tallies = dict[str, Tally]
-Measures = dict[str, Measured]
+DeviceTallies = dict[str, DeviceTally]
 
 
-def measured(parts_C: list[Tensor], kept: list[Tensor] | None = None) -> Measured:
-    """Measure the values, or those that are kept; the host does not wait for them."""
+def reduce_on_device(parts_C: list[Tensor], masks: list[Tensor] | None = None) -> DeviceTally:
+    """Reduce the values, or those where the masks are true; the host does not wait."""
     values_C = torch.cat(parts_C).double()
-    if kept is None:
-        return Measured(values_C.sum(), values_C.max(), values_C.new_full((), len(values_C)))
-    kept_C = torch.cat(kept)
-    total = values_C.where(kept_C, 0.0).sum()
-    return Measured(total, values_C.where(kept_C, -math.inf).max(), kept_C.sum().double())
+    if masks is None:
+        return DeviceTally(values_C.sum(), values_C.max(), values_C.new_full((), len(values_C)))
+    mask_C = torch.cat(masks)
+    total = values_C.where(mask_C, 0.0).sum()
+    return DeviceTally(total, values_C.where(mask_C, -math.inf).max(), mask_C.sum().double())
 
 
-def read(measures: dict[N, Measured]) -> dict[N, Tally]:
+def to_host(measures: dict[N, DeviceTally]) -> dict[N, Tally]:
     """Wait for the device, once, and return the tallies of those that have values."""
     values = [value for each in measures.values() for value in each]
     numbers = torch.stack(values).tolist() if values else []
     thirds = zip(measures, numbers[0::3], numbers[1::3], numbers[2::3], strict=True)
-    return {name: Tally(total, int(count), most) for name, total, most, count in thirds if count}
+    return {name: Tally(total, int(count), highest) for name, total, highest, count in thirds if count}
 
 
 def added(tallies: list[Tallies]) -> Tallies:
@@ -159,7 +159,7 @@ def num_rows(first: list[BatchMetrics]) -> Tallies:
     return {"rows": rows} if first else {}
 
 
-def sampling_measures(first: list[BatchMetrics]) -> Measures:
+def sampling_measures(first: list[BatchMetrics]) -> DeviceTallies:
     """Compare learner and sampler, from the step's first pass."""
     if not first:
         return {}
@@ -169,19 +169,19 @@ def sampling_measures(first: list[BatchMetrics]) -> Measures:
     owns = [reading.own_C for reading in first if reading.own_C is not None]
     teachers = [reading.batch.teacher.logprob_C for reading in first if reading.batch.teacher is not None]
     measures = {
-        "entropy": measured([reading.entropy_C for reading in first]),
+        "entropy": reduce_on_device([reading.entropy_C for reading in first]),
         **_routing([reading.routing for reading in first if reading.routing is not None]),
-        "sampler": measured([sampler_C], is_sampled),
+        "sampler": reduce_on_device([sampler_C], is_sampled),
         **_mismatch("mismatch", sampler_C, learner_C, is_sampled),
     }
     if owns:
         measures |= _mismatch("own_mismatch", sampler_C, torch.cat(owns), is_sampled)
     if teachers:
-        measures["teacher_kl"] = measured([learner_C - torch.cat(teachers)], is_sampled)
+        measures["teacher_kl"] = reduce_on_device([learner_C - torch.cat(teachers)], is_sampled)
     return measures | _by_length(first)
 
 
-def _routing(readings: list[RoutingReading]) -> Measures:
+def _routing(readings: list[RoutingReading]) -> DeviceTallies:
     """Tally the load of experts, 1 being an equal share, and the routes that differ from the sampler's."""
     if not readings:
         return {}
@@ -191,67 +191,70 @@ def _routing(readings: list[RoutingReading]) -> Measures:
     load = (share_LE * num_experts).flatten()
     entropy_L = torch.special.entr(share_LE).sum(1) / math.log(num_experts) if num_experts > 1 else load[:1]
     measures = {
-        "expert_load": measured([load]),
-        "expert_idle": measured([-load]),
-        "expert_entropy": measured([entropy_L]),
+        "expert_load": reduce_on_device([load]),
+        "expert_idle": reduce_on_device([-load]),
+        "expert_entropy": reduce_on_device([entropy_L]),
     }
     differs = [reading.differs_TL for reading in readings if reading.differs_TL is not None]
     if differs:
-        measures["route_changes"] = measured([each.flatten() for each in differs])
-        measures["route_change_rows"] = measured([each.any(1) for each in differs])
+        measures["route_changes"] = reduce_on_device([each.flatten() for each in differs])
+        measures["route_change_rows"] = reduce_on_device([each.any(1) for each in differs])
     return measures
 
 
-def _mismatch(name: str, sampler_C: Tensor, learner_C: Tensor, is_sampled: list[Tensor]) -> Measures:
+def _mismatch(name: str, sampler_C: Tensor, learner_C: Tensor, is_sampled: list[Tensor]) -> DeviceTallies:
     distance_C, kl_C = (learner_C - sampler_C).abs(), k3(sampler_C, learner_C)
-    return {name: measured([distance_C], is_sampled), f"{name}_kl": measured([kl_C], is_sampled)}
+    return {
+        name: reduce_on_device([distance_C], is_sampled),
+        f"{name}_kl": reduce_on_device([kl_C], is_sampled),
+    }
 
 
-def update_measures(update: Update) -> Measures:
+def update_measures(update: Update) -> DeviceTallies:
     """Measure the update's tokens, and its norm."""
     corrections = [result.correction for result in update.results]
-    norm = {} if update.norm is None else {"norm": measured([update.norm[None]])}
+    norm = {} if update.norm is None else {"norm": reduce_on_device([update.norm[None]])}
     if not corrections:
         return norm
     weight_C = torch.cat([correction.weight_T for correction in corrections]).double()
     kl = [result.kl_C for result in update.results if result.kl_C is not None]
     return norm | {
-        "loss": measured([result.loss[None] for result in update.results]),
-        "ratio": measured([result.ratio_C for result in update.results]),
-        "held": measured([result.held_C for result in update.results]),
-        "weight": measured([weight_C]),
-        "weight_squared": measured([weight_C.square()]),
-        "capped": measured([correction.was_capped_T for correction in corrections]),
-        "masked": measured([correction.was_masked_T for correction in corrections]),
-        "rejected": measured([correction.was_rejected_S for correction in corrections]),
-        **({"kl": measured(kl)} if kl else {}),
+        "loss": reduce_on_device([result.loss[None] for result in update.results]),
+        "ratio": reduce_on_device([result.ratio_C for result in update.results]),
+        "held": reduce_on_device([result.held_C for result in update.results]),
+        "weight": reduce_on_device([weight_C]),
+        "weight_squared": reduce_on_device([weight_C.square()]),
+        "capped": reduce_on_device([correction.was_capped_T for correction in corrections]),
+        "masked": reduce_on_device([correction.was_masked_T for correction in corrections]),
+        "rejected": reduce_on_device([correction.was_rejected_S for correction in corrections]),
+        **({"kl": reduce_on_device(kl)} if kl else {}),
     }
 
 
 def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies, list[Update]]:
     """Wait for the device, once. Return the tallies of the first pass and of the applied updates, and the
     updates with their norms."""
-    measures: dict[tuple[int | str, str], Measured] = {
+    measures: dict[tuple[int | str, str], DeviceTally] = {
         ("", name): x for name, x in sampling_measures(first).items()
     }
     for i, update in enumerate(updates):
         measures |= {(i, name): x for name, x in update_measures(update).items()}
-    found = read(measures)
-    norms = [found[i, "norm"].total if (i, "norm") in found else math.nan for i in range(len(updates))]
+    tallies = to_host(measures)
+    norms = [tallies[i, "norm"].total if (i, "norm") in tallies else math.nan for i in range(len(updates))]
     done = [
         dataclasses.replace(u, norm=None, grad_norm=n if math.isfinite(n) else None)
         for u, n in zip(updates, norms, strict=True)
     ]
     applied = [
-        {name: tally for (at, name), tally in found.items() if at == i}
+        {name: tally for (at, name), tally in tallies.items() if at == i}
         for i, update in enumerate(done)
         if update.grad_norm is not None
     ]
-    own = {name: tally for (at, name), tally in found.items() if at == ""}
-    return num_rows(first) | own | added(applied), done
+    first_pass = {name: tally for (at, name), tally in tallies.items() if at == ""}
+    return num_rows(first) | first_pass | added(applied), done
 
 
-def _by_length(readings: list[BatchMetrics]) -> Measures:
+def _by_length(readings: list[BatchMetrics]) -> DeviceTallies:
     """Measure by position: mismatch accumulates over long samples (Jet-RL, arXiv 2601.14243)."""
     early, late, samples = [], [], []
     distances, sums = [], []
@@ -266,9 +269,9 @@ def _by_length(readings: list[BatchMetrics]) -> Measures:
         sums.append(spans.total(d_C).abs())
         samples.append(spans.total(is_sampled_C.float()) > 0)
     return {
-        "mismatch_early": measured(distances, early),
-        "mismatch_late": measured(distances, late),
-        "mismatch_sample": measured(sums, samples),
+        "mismatch_early": reduce_on_device(distances, early),
+        "mismatch_late": reduce_on_device(distances, late),
+        "mismatch_sample": reduce_on_device(sums, samples),
     }
 
 
@@ -282,11 +285,11 @@ def sampling_metrics(tallies: Tallies) -> dict[str, float]:
         metrics["teacher_kl"] = tallies["teacher_kl"].mean
     for name in ("mismatch", "own_mismatch"):
         if name in tallies:
-            metrics |= {f"{name}_abs": tallies[name].mean, f"{name}_max": tallies[name].most}
+            metrics |= {f"{name}_abs": tallies[name].mean, f"{name}_max": tallies[name].max}
             metrics |= {f"{name}_kl": tallies[f"{name}_kl"].mean}
     if "expert_load" in tallies:
-        metrics |= {"expert_load_max": tallies["expert_load"].most}
-        metrics |= {"expert_load_min": -tallies["expert_idle"].most}
+        metrics |= {"expert_load_max": tallies["expert_load"].max}
+        metrics |= {"expert_load_min": -tallies["expert_idle"].max}
         metrics |= {"expert_entropy": tallies["expert_entropy"].mean}
     for name in ("route_changes", "route_change_rows"):
         if name in tallies:

@@ -5,8 +5,8 @@ chat.py           the terminal                             batcher.py    the thr
 fields.py         bodies of requests, errors               request.py    bodies -> prompts and sampling
 grammar.py        JSON schemas                             tools.py      tool calls in an answer
 response.py       samples -> OpenAI's responses            responses.py  the same for /v1/responses
-logprobs.py       logprobs in OpenAI's forms               app.py        routes and access check
+app.py            routes and access check                  gate.py       what all requests pass
 server.py         address, API key, start and shutdown     connections.py  accepting, deadlines, the cap
-gate.py           what all requests pass                   metrics.py    Prometheus' text
-log_limit.py      one log line of a kind per period        agents/        record agents' episodes as samples
+metrics.py        Prometheus' text                         log_limit.py  one log line of a kind per period
+agents/           record agents' episodes as samples
 """

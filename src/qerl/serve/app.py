@@ -24,13 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from qerl.errors import UserError
-from qerl.serve.batcher import (
-    Batcher,
-    BusyError,
-    CancelledRequestError,
-    OverdueRequestError,
-    PendingRequest,
-)
+from qerl.serve.batcher import Batcher, BusyError, CancelledRequestError, OverdueRequestError, PendingRequest
 from qerl.serve.fields import ApiError
 from qerl.serve.gate import Gate, error_body
 from qerl.serve.metrics import CONTENT_TYPE, ServerMetrics
@@ -61,7 +55,8 @@ def make_app(
 
     check: used instead of the check of api_key. It raises ApiError to refuse a request, and may set
     `request.state.parser`, which then parses that request."""
-    metrics, routes = ServerMetrics(), Routes(parser, batcher)
+    metrics = ServerMetrics()
+    routes = Routes(parser, batcher, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -96,7 +91,7 @@ def make_app(
         ],
         exception_handlers=handlers,
     )
-    app.state.metrics = routes.metrics = metrics
+    app.state.metrics = metrics
     app.state.stop_requests = batcher.stop
     _show_engine(metrics, batcher)
     paths = [getattr(route, "path", "") for route in app.router.routes]
@@ -106,20 +101,14 @@ def make_app(
 
 def _show_engine(metrics: ServerMetrics, batcher: Batcher) -> None:
     """Show what the batcher counts."""
-    for name, help_text, read in (
-        ("qerl_engine_up", "1 while the engine's thread lives.", lambda: int(not batcher.has_died)),
-        (
-            "qerl_requests_running",
-            "Requests that have a token, not the last.",
-            lambda: batcher.num_running,
-        ),
-        ("qerl_requests_waiting", "Requests without a token.", lambda: batcher.num_waiting),
-        ("qerl_prompt_tokens_total", "Prompt tokens of requests.", lambda: batcher.num_prompt_tokens),
-        ("qerl_generated_tokens_total", "Tokens sampled.", lambda: batcher.num_generated_tokens),
-        ("qerl_kv_pages_used", "Pages of KV cache in use.", lambda: batcher.kv_pages[0]),
-        ("qerl_kv_pages", "Pages of KV cache.", lambda: batcher.kv_pages[1]),
-    ):
-        metrics.add_read(name, help_text, read)
+    show = metrics.add_read
+    show("qerl_engine_up", "1 while the engine's thread lives.", lambda: int(not batcher.has_died))
+    show("qerl_requests_running", "Requests that have a token, not the last.", lambda: batcher.num_running)
+    show("qerl_requests_waiting", "Requests without a token.", lambda: batcher.num_waiting)
+    show("qerl_prompt_tokens_total", "Prompt tokens of requests.", lambda: batcher.num_prompt_tokens)
+    show("qerl_generated_tokens_total", "Tokens sampled.", lambda: batcher.num_generated_tokens)
+    show("qerl_kv_pages_used", "Pages of KV cache in use.", lambda: batcher.kv_pages[0])
+    show("qerl_kv_pages", "Pages of KV cache.", lambda: batcher.kv_pages[1])
 
 
 class AccessCheck:
@@ -134,15 +123,20 @@ class AccessCheck:
             if not names_this_machine(request.headers.get("host", ""), self._host):
                 raise ApiError(403, "the Host header must name this machine when no API key is set")
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode()).digest()
-        if not hmac.compare_digest(digest, self._digest) or scheme.lower() != "bearer":
+        if not has_key(request, self._digest):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
+def has_key(request: Request, digest: bytes) -> bool:
+    """True if the request bears the API key of this SHA-256; takes as long for any other key."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    is_right = hmac.compare_digest(hashlib.sha256(key.strip().encode()).digest(), digest)
+    return is_right and scheme.lower() == "bearer"
+
+
 class Routes:
-    def __init__(self, parser: RequestParser, batcher: Batcher):
-        self.metrics = ServerMetrics()
+    def __init__(self, parser: RequestParser, batcher: Batcher, metrics: ServerMetrics):
+        self._metrics = metrics
         self._parser, self._batcher, self._created = parser, batcher, int(time.time())
         self._names = parser.name, parser.model.tokenizer
         self._parse_thread = ThreadPoolExecutor(1, "parser")
@@ -156,7 +150,7 @@ class Routes:
         return JSONResponse({"status": "ok"})
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(self.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
         model = {"id": self._parser.name, "object": "model", "created": self._created, "owned_by": "qerl"}
@@ -205,8 +199,8 @@ class Routes:
         """Free the request's place if it is not complete, and count it."""
         self._batcher.cancel(pending)
         if pending.first_token_s is not None:
-            self.metrics.first_token.observe(pending.first_token_s - pending.entered_s)
-        self.metrics.duration.observe(time.monotonic() - pending.entered_s)
+            self._metrics.first_token.observe(pending.first_token_s - pending.entered_s)
+        self._metrics.duration.observe(time.monotonic() - pending.entered_s)
 
     async def _body(self, http: Request) -> bytes:
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -128,10 +128,6 @@ class PromptTokens:
     num_computed: int = 0
     """The others, and all that were computed again."""
 
-    @classmethod
-    def of(cls, batch: LiveBatch) -> "PromptTokens":
-        return cls(batch.num_reused_tokens, batch.num_prefilled_tokens)
-
     def __add__(self, other: "PromptTokens") -> "PromptTokens":
         return PromptTokens(self.num_reused + other.num_reused, self.num_computed + other.num_computed)
 
@@ -161,7 +157,9 @@ class Batcher:
         self._changed = threading.Condition()
         self._is_closed = self._has_ended = self._is_busy = False
         self._is_paused = is_paused
-        self._num_prompt_tokens = self._num_earlier_tokens = 0
+        self._num_earlier_tokens = 0
+        self.num_prompt_tokens = 0
+        """Number of prompt tokens of all requests that have entered a batch."""
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     def start(self) -> None:
@@ -215,11 +213,6 @@ class Batcher:
         return sum(bool(request.tokens) and not request.future.done() for request in requests)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens of all requests that have entered a batch."""
-        return self._num_prompt_tokens
-
-    @property
     def num_generated_tokens(self) -> int:
         """Number of tokens sampled by all batches."""
         with self._changed:
@@ -229,7 +222,9 @@ class Batcher:
     def prefilled(self) -> "PromptTokens":
         """Tokens of prompts that all batches reused and computed."""
         with self._changed:
-            return self._earlier if self.batch is None else self._earlier + PromptTokens.of(self.batch)
+            if (batch := self.batch) is None:
+                return self._earlier
+            return self._earlier + PromptTokens(batch.num_reused_tokens, batch.num_prefilled_tokens)
 
     @property
     def kv_pages(self) -> tuple[int, int]:
@@ -342,7 +337,7 @@ class Batcher:
             queue, self._queue = self._queue, []
             new = [(request, request.live_requests()) for request in queue if _is_wanted(request)]
             self._running += new
-        self._num_prompt_tokens += sum(len(p.tokens_T) for request, _ in new for p in request.prompts_P)
+        self.num_prompt_tokens += sum(len(p.tokens_T) for request, _ in new for p in request.prompts_P)
         return new
 
     def _fail_running(self, error: Exception) -> None:

@@ -48,7 +48,7 @@ class Chat:
         self._num_first = len(self._messages)
         self._seed = secrets.randbits(63) if options.seed is None else options.seed
         self._num_turns = 0
-        self._is_limit_told = False
+        self._has_noted_limit = False
 
     def answer(self, text: str) -> int | None:
         """Print the answer and add it to the conversation; return the signal that stopped it, if any."""
@@ -64,21 +64,21 @@ class Chat:
         """Drop the oldest exchanges until an answer fits; return the rest and its tokens."""
         positions, first = self._model.max_positions, self._num_first
         limit = positions - min(self._options.max_tokens, positions // 2)
-        kept = list(messages)
+        remaining = list(messages)
         while True:
-            _, tokens_T = render_chat(self._model.tokenizer, kept)
-            if len(tokens_T) <= limit or len(kept) == first + 1:
+            _, tokens_T = render_chat(self._model.tokenizer, remaining)
+            if len(tokens_T) <= limit or len(remaining) == first + 1:
                 break
-            del kept[first : first + 2]
+            del remaining[first : first + 2]
         if len(tokens_T) >= positions:
             raise UserError(f"the prompt has {len(tokens_T)} tokens; the limit is {positions - 1}")
-        if len(kept) < len(messages):
-            print(f"(dropped the oldest {(len(messages) - len(kept)) // 2} exchanges)", file=sys.stderr)
-        most, asked = positions - len(tokens_T), self._options.max_tokens
-        if most < asked and not self._is_limit_told:
-            self._is_limit_told = True
-            print(f"(max_tokens is {asked}; there is room for {most} after the prompt)", file=sys.stderr)
-        return kept, tokens_T
+        if len(remaining) < len(messages):
+            print(f"(dropped the oldest {(len(messages) - len(remaining)) // 2} exchanges)", file=sys.stderr)
+        room, asked = positions - len(tokens_T), self._options.max_tokens
+        if room < asked and not self._has_noted_limit:
+            self._has_noted_limit = True
+            print(f"(max_tokens is {asked}; there is room for {room} after the prompt)", file=sys.stderr)
+        return remaining, tokens_T
 
     def _sample(self, tokens_T: list[int], stop: StopSignal) -> Sample:
         options, stream = self._options, TextStream(self._model, ())

@@ -73,10 +73,7 @@ class ServingProtocol(H11Protocol):
         else:
             phase = "body" if self.conn.their_state is h11.SEND_BODY else "answer"
         if phase != self._phase:
-            self._enter(phase)
-
-    def _enter(self, phase: str) -> None:
-        self._phase, self.phase_began_s = phase, time.monotonic()
+            self._phase, self.phase_began_s = phase, time.monotonic()
 
     def end_if_overdue(self) -> None:
         now_s, options = time.monotonic(), self._options
@@ -140,11 +137,8 @@ class ApiServer(uvicorn.Server):
         num_files = max(raise_open_file_limit() - _NUM_OTHER_FILES, _NUM_RESERVED)
         self._max_connections = min(options.max_connections, num_files)
         self._tasks = list[asyncio.Task[None]]()
-        metrics.add_read(
-            "qerl_http_connections",
-            "Open connections.",
-            lambda: len(self.server_state.connections),
-        )
+        connections = self.server_state.connections
+        metrics.add_read("qerl_http_connections", "Open connections.", lambda: len(connections))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
@@ -186,14 +180,14 @@ class ApiServer(uvicorn.Server):
                 await self._open(connection)
 
     async def _open(self, connection: socket.socket) -> None:
-        connections, most = self.server_state.connections, self._max_connections
-        if len(connections) >= most and self._end_longest_wait():
+        connections, limit = self.server_state.connections, self._max_connections
+        if len(connections) >= limit and self._end_longest_wait():
             await asyncio.sleep(0)  # the ended connection leaves at the loop's next turn
-        if len(connections) >= most + _NUM_RESERVED:
+        if len(connections) >= limit + _NUM_RESERVED:
             self.metrics.closed.add("refused")
             connection.close()
             return
-        app = self.config.loaded_app if len(connections) < most else self._busy_app
+        app = self.config.loaded_app if len(connections) < limit else self._busy_app
         protocol = ServingProtocol(self, app)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)

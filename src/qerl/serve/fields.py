@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from starlette.exceptions import HTTPException
 
 from qerl.config.options import ServeOptions
+from qerl.tasks.row_values import depth_of
 
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _NEUTRAL = {
@@ -217,10 +218,8 @@ class RequestBody(Fields, extra="forbid"):
     def _drop_neutral(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        kept = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
-        return {
-            name: value for name, value in kept.items() if name not in _NEUTRAL or value != _NEUTRAL[name]
-        }
+        dropped = _IGNORED | {name for name, value in _NEUTRAL.items() if fields.get(name) == value}
+        return {name: value for name, value in fields.items() if value is not None and name not in dropped}
 
     @classmethod
     def parse(cls, content: bytes, model: str | None, options: ServeOptions) -> Self:
@@ -314,32 +313,17 @@ def _check_json(content: bytes) -> None:
         raise ApiError(400, "body: must be UTF-8 text without lone surrogates") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"body: invalid JSON: {error}") from None
-    if _is_deeper(value, _MAX_DEPTH):
+    if depth_of(value) > _MAX_DEPTH:
         raise ApiError(400, f"body: lists and objects are nested more than {_MAX_DEPTH} deep")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in fields:
             raise ValueError(f"the key {ascii(key)[:50]} appears twice")
-        found[key] = value
-    return found
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    """True if lists and objects are nested deeper than this; without recursion."""
-    level = [[value]]
-    for _ in range(depth + 1):
-        items = [item for each in level for item in each]
-        level = [
-            each.values() if isinstance(each, dict) else each
-            for each in items
-            if isinstance(each, dict | list)
-        ]
-        if not level:
-            return False
-    return True
+        fields[key] = value
+    return fields
 
 
 def api_error(error: ValidationError) -> ApiError:

@@ -6,6 +6,7 @@ The tokenizer is read once. A schema is checked when its request is parsed; each
 import functools
 import importlib.util
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,28 +20,6 @@ from qerl.serve.loaded_model import LoadedModel
 # model may write blanks for ever.
 _WHITESPACE = r"( |\n {0,40})?"
 _MAX_SCHEMA_CHARS = 100_000
-
-
-class JsonGrammar:
-    """Makes constraints for the samples of a request."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, schema: dict[str, Any]):
-        import llguidance
-
-        if len(json.dumps(schema)) > _MAX_SCHEMA_CHARS:
-            raise UserError(f"the JSON schema has more than {_MAX_SCHEMA_CHARS} characters")
-        options, grammar = {"whitespace_pattern": _WHITESPACE}, ""
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
-            message = llguidance.LLMatcher.validate_grammar(grammar, tokenizer)
-        except ValueError as error:
-            message = str(error)
-        if message and not message.startswith("WARNING"):
-            raise UserError(f"the JSON schema is not supported: {message}")
-        self._tokenizer, self._vocab_size, self._grammar = tokenizer, vocab_size, grammar
-
-    def __call__(self) -> "JsonConstraint":
-        return JsonConstraint(self._tokenizer, self._vocab_size, self._grammar)
 
 
 class JsonConstraint:
@@ -71,9 +50,23 @@ class Grammars:
     def __init__(self, model: LoadedModel):
         self._model = model
 
-    def of(self, schema: dict[str, Any]) -> JsonGrammar:
-        """Raise UserError for a schema that is wrong or not supported."""
-        return JsonGrammar(self._tokenizer, self._model.vocab_size, schema)
+    def of(self, schema: dict[str, Any]) -> Callable[[], JsonConstraint]:
+        """Return what makes the constraint of a sample; raise UserError for a schema that is wrong or not
+        supported."""
+        tokenizer = self._tokenizer
+        import llguidance
+
+        if len(json.dumps(schema)) > _MAX_SCHEMA_CHARS:
+            raise UserError(f"the JSON schema has more than {_MAX_SCHEMA_CHARS} characters")
+        options, grammar = {"whitespace_pattern": _WHITESPACE}, ""
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+            message = llguidance.LLMatcher.validate_grammar(grammar, tokenizer)
+        except ValueError as error:
+            message = str(error)
+        if message and not message.startswith("WARNING"):
+            raise UserError(f"the JSON schema is not supported: {message}")
+        return functools.partial(JsonConstraint, tokenizer, self._model.vocab_size, grammar)
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
@@ -82,5 +75,5 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         model = self._model
-        stop_tokens = sorted(model.stop_tokens)
-        return from_tokenizer(model.tokenizer, n_vocab=model.vocab_size, eos_token=stop_tokens or None)  # type: ignore[arg-type]
+        stop_tokens = sorted(model.stop_tokens) or None
+        return from_tokenizer(model.tokenizer, n_vocab=model.vocab_size, eos_token=stop_tokens)  # type: ignore[arg-type]

@@ -96,8 +96,8 @@ class ServerMetrics:
         self._read.append(ReadNumber(name, help_text, read))
 
     def render(self) -> str:
-        own = (self.responses, self.closed, self.accept_errors, self.first_token, self.duration)
-        return "".join(f"{line}\n" for each in (*own, *self._read) for line in each.lines())
+        counters = (self.responses, self.closed, self.accept_errors, self.first_token, self.duration)
+        return "".join(f"{line}\n" for each in (*counters, *self._read) for line in each.lines())
 
 
 def _head(name: str, help_text: str, kind: str) -> tuple[str, str]:

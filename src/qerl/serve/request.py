@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from qerl.algo.seeds import mix
@@ -11,7 +12,7 @@ from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.errors import UserError
 from qerl.serve.batcher import PendingRequest
 from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody
-from qerl.serve.grammar import Grammars, JsonGrammar
+from qerl.serve.grammar import Grammars, JsonConstraint
 from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.tools import ToolCallStream, call_schema, with_described_tools
 from qerl.tasks.prompt import render_chat
@@ -38,14 +39,11 @@ class CompletionRequest:
     def with_echo(self) -> bool:
         return isinstance(self.body, CompletionBody) and self.body.echo
 
-    def tool_call_stream(self) -> ToolCallStream | None:
-        """Return what splits the text of one answer into text and calls, if there are tools."""
-        if not self.called_names or not isinstance(self.body, ChatBody):
-            return None
+    def tool_call_stream(self) -> ToolCallStream:
+        """Return what splits the text of one answer into text and calls."""
+        is_parallel = isinstance(self.body, ChatBody) and self.body.parallel_tool_calls
         prompt_T = self.prompts_P[0].tokens_T
-        return ToolCallStream(
-            set(self.called_names), is_parallel=self.body.parallel_tool_calls, prompt_T=prompt_T
-        )
+        return ToolCallStream(set(self.called_names), is_parallel=is_parallel, prompt_T=prompt_T)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,9 +86,9 @@ class RequestParser:
             message = f"chat_template_kwargs: {wrong[0][:50]!r} is not a variable of a template"
             raise ApiError(400, message, param="chat_template_kwargs")
         try:
-            if not body.offered_tools:
-                return render_chat(self.model.tokenizer, messages, variables)
             plain = render_chat(self.model.tokenizer, messages, variables)
+            if not body.offered_tools:
+                return plain
             tools = [tool.function.for_template() for tool in body.tools]
             prompt = render_chat(self.model.tokenizer, messages, variables | {"tools": tools})
             if prompt == plain:  # the template has no place for tools
@@ -145,7 +143,7 @@ class RequestParser:
             stop=tuple(dict.fromkeys(body.stop)),
         )
 
-    def _constraint(self, body: RequestBody) -> JsonGrammar | None:
+    def _constraint(self, body: RequestBody) -> Callable[[], JsonConstraint] | None:
         schema, param = None, "response_format"
         if body.response_format is not None:
             schema = body.response_format.schema_of_text

@@ -4,15 +4,16 @@ With return_token_ids, as in vLLM, a choice has `token_ids` and, for completions
 has the latter beside its choices. /v1/responses is in responses.py.
 """
 
+import itertools
 import json
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qerl.serve.fields import CompletionBody
-from qerl.serve.logprobs import chat_logprobs, completion_logprobs, token_id_text
 from qerl.serve.request import CompletionRequest
 from qerl.serve.tools import ParsedCall, ToolCallStream
 from qerl.types import Sample, TokenLogprob
@@ -116,20 +117,15 @@ class CompletionResponse:
         }
 
     def _logprobs(self, tokens: list[TokenLogprob | None], ids: list[int]) -> Json:
-        def text(token: int) -> str:
-            return str(self._tokenizer.decode([token]))
-
-        name = token_id_text if self._with_ids else text
-        return completion_logprobs(name, tokens, list(map(name, ids)), self._num_top)
+        name = _token_id_text if self._with_ids else lambda token: str(self._tokenizer.decode([token]))
+        return _completion_logprobs(name, tokens, list(map(name, ids)), self._num_top)
 
     def start(self) -> list[str]:
         return []
 
     def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
-        logprobs = None
-        if self._request.body.with_logprobs:
-            listed = list[TokenLogprob | None](tokens)
-            logprobs = self._logprobs(listed, [each.token for each in tokens])
+        is_asked, ids = self._request.body.with_logprobs, [each.token for each in tokens]
+        logprobs = self._logprobs([*tokens], ids) if is_asked else None
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return [event(self._envelope.chunk([choice | self._envelope.token_ids(tokens)]))]
 
@@ -174,17 +170,14 @@ class ChatResponse:
         return [event(chunk | self._envelope.prompt_token_ids(0)) for chunk in chunks]
 
     def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
-        calls, stream = list[ParsedCall](), self._calls[index]
-        if stream is not None:
-            text, calls = stream.add(text)
-        return self._events(index, text, calls, tokens)
+        return self._events(index, *self._calls[index].add(text), tokens)
 
     def _events(
         self, index: int, text: str, calls: list[ParsedCall], tokens: list[TokenLogprob]
     ) -> list[str]:
         delta: Json = {"content": text} if text else {}
-        if calls and (stream := self._calls[index]) is not None:
-            first = stream.num_calls - len(calls)
+        if calls:
+            first = self._calls[index].num_calls - len(calls)
             delta["tool_calls"] = [{"index": first + i, **call.to_json()} for i, call in enumerate(calls)]
         logprobs, ids = self._logprobs(tokens) if tokens else None, self._envelope.token_ids(tokens)
         if not (delta or logprobs or ids.get("token_ids")):
@@ -193,9 +186,7 @@ class ChatResponse:
         return [event(self._envelope.chunk([choice]))]
 
     def end_choice(self, index: int, sample: Sample) -> list[str]:
-        stream, events = self._calls[index], list[str]()
-        if stream is not None:
-            events = self._events(index, *stream.end(), [])
+        events = self._events(index, *self._calls[index].end(), [])
         last = self._choice(index, {}) | {"finish_reason": self._finish(index, sample)}
         return [*events, event(self._envelope.chunk([last]))]
 
@@ -206,16 +197,51 @@ class ChatResponse:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _finish(self, index: int, sample: Sample) -> str | None:
-        stream = self._calls[index]
-        return "tool_calls" if stream is not None and stream.num_calls else sample.finish
+        return "tool_calls" if self._calls[index].num_calls else sample.finish
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
-        return chat_logprobs(self._tokenizer, tokens) if self._request.body.with_logprobs else None
+        return _chat_logprobs(self._tokenizer, tokens) if self._request.body.with_logprobs else None
 
 
-def split_calls(stream: ToolCallStream | None, text: str) -> tuple[str, list[ParsedCall]]:
+def split_calls(stream: ToolCallStream, text: str) -> tuple[str, list[ParsedCall]]:
     """Return the text and the calls of a whole answer."""
-    if stream is None:
-        return text, []
     (before, calls), (after, last) = stream.add(text), stream.end()
     return before + after, calls + last
+
+
+def _token_id_text(token: int) -> str:
+    """Return a token's name in vLLM's return_tokens_as_token_ids."""
+    return f"token_id:{token}"
+
+
+def _chat_logprobs(tokenizer: Tokenizer, tokens: list[TokenLogprob]) -> Json:
+    def entry(token: int, logprob: float) -> Json:
+        text = str(tokenizer.decode([token]))
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        entry(each.token, each.logprob) | {"top_logprobs": [entry(*top) for top in each.top]}
+        for each in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(
+    name: Callable[[int], str], tokens: list[TokenLogprob | None], texts: list[str], num_top: int
+) -> Json:
+    """name: of a token among the most likely ones. texts: of the tokens. None: the first token of a prompt,
+    which nothing predicts."""
+
+    def top(each: TokenLogprob) -> dict[str, float]:
+        """Tokens with the same name are one entry, that of the most likely."""
+        logprobs: dict[str, float] = {}
+        for token, logprob in (*each.top, (each.token, each.logprob)):
+            logprobs.setdefault(name(token), logprob)
+        return logprobs
+
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if each is None else each.logprob for each in tokens],
+        "top_logprobs": [None if each is None else top(each) for each in tokens] if num_top else None,
+        "text_offset": [0, *itertools.accumulate(map(len, texts))][:-1],
+    }

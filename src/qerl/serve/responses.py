@@ -131,11 +131,11 @@ class ResponsesResponse:
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
-        text, calls = (text, []) if self._calls is None else self._calls.add(text)
+        text, calls = self._calls.add(text)
         return self._text_events(text) + self._call_events(calls)
 
     def end_choice(self, index: int, sample: Sample) -> list[str]:
-        text, calls = ("", []) if self._calls is None else self._calls.end()
+        text, calls = self._calls.end()
         events, self._last = self._text_events(text), sample
         has_call = bool(calls) or any(item["type"] == "function_call" for item in self._output)
         if not (self._text or has_call):
@@ -199,6 +199,7 @@ class ResponsesResponse:
     def _response(self, sample: Sample | None, output: list[Json], num_tokens: int) -> Json:
         """Return the response object; without a sample it is in progress."""
         body, is_cut = self._body, sample is not None and sample.finish == "length"
+        choice = body.tool_choice
         num_prompt = sum(len(prompt.tokens_T) for prompt in self._request.prompts_P)
         usage = {"input_tokens": num_prompt, "input_tokens_details": {"cached_tokens": 0}}
         usage |= {"output_tokens": num_tokens, "output_tokens_details": {"reasoning_tokens": 0}}
@@ -218,9 +219,7 @@ class ResponsesResponse:
             "temperature": body.temperature,
             "top_p": body.top_p,
             "text": body.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": body.tool_choice
-            if isinstance(body.tool_choice, str)
-            else body.tool_choice.model_dump(),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools],
             "metadata": {},
             "usage": None if sample is None else usage | {"total_tokens": num_prompt + num_tokens},

@@ -67,14 +67,14 @@ def make_batcher(model: LoadedModel, options: ServeOptions) -> Batcher:
 
 def _listen(options: ServeOptions, *, has_key: bool) -> socket.socket:
     try:
-        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(f"host {options.host}: {error.strerror}") from None
-    if not has_key and not all(ipaddress.ip_address(each[4][0]).is_loopback for each in found):
+    if not has_key and not all(ipaddress.ip_address(each[4][0]).is_loopback for each in addresses):
         raise UserError(
             f"host {options.host} is reachable from other machines: give --api-key-file or set {KEY_VARIABLE}"
         )
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

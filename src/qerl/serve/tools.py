@@ -33,7 +33,8 @@ class ParsedCall:
 
 
 class ToolCallStream:
-    """Splits the text of one answer into text and calls; it waits where a call may have begun."""
+    """Splits the text of one answer into text and calls; it waits where a call may have begun. Without names
+    of functions all is text."""
 
     def __init__(self, names: set[str], *, is_parallel: bool, prompt_T: Sequence[int] = ()):
         """prompt_T: tokens of the prompt. The same calls after the same prompt have the same ids, so that an
@@ -45,6 +46,8 @@ class ToolCallStream:
 
     def add(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Return the text and the calls that this piece completes."""
+        if not self._names:
+            return text, []
         self._pending += text
         if not self._has_text and self._pending.lstrip()[:1] in ("", "{"):
             return "", []  # perhaps a bare object; only its end tells
@@ -55,9 +58,9 @@ class ToolCallStream:
             out, self._pending = out + before, _OPEN + rest
             if not close:
                 break
-            found = self._parse(body)
-            out += "" if found else _OPEN + body + _CLOSE
-            calls += found
+            parsed = self._parse(body)
+            out += "" if parsed else _OPEN + body + _CLOSE
+            calls += parsed
             self._pending = after
         if _OPEN not in self._pending:
             num_held = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._pending.endswith(_OPEN[:n])), 0)
@@ -68,8 +71,8 @@ class ToolCallStream:
     def end(self) -> tuple[str, list[ParsedCall]]:
         """Return what is left once the answer is complete."""
         rest, self._pending = self._pending, ""
-        found = self._parse(rest.strip().removeprefix(_OPEN))
-        return ("", found) if found else (self._text(rest), [])
+        parsed = self._parse(rest.strip().removeprefix(_OPEN))
+        return ("", parsed) if parsed else (self._text(rest), [])
 
     def _text(self, text: str) -> str:
         """Return the text without blanks around calls."""

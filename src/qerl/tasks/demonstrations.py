@@ -14,7 +14,7 @@ as prompt.
 import dataclasses
 import itertools
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ from qerl.config.sft import SftConfig
 from qerl.errors import UserError
 from qerl.tasks.prompt import BadRow, join_messages
 from qerl.tasks.row_values import value_fault
+from qerl.tasks.rows import RowTable
 from qerl.types import Group, Prompt, Sample
 
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
@@ -109,6 +110,16 @@ class Demonstrator:
         self.num_split = 0
         """Rows whose template rewrites earlier turns."""
 
+    def read(self, table: RowTable) -> Iterator[tuple[str, list[Demonstration], str | None]]:
+        """Yield (line 7, its demonstrations, what is wrong with it) of each row of a table."""
+        for index in range(table.num_rows):
+            try:
+                if index in table.faults:
+                    raise BadRow(table.faults[index])
+                yield table.place(index), self.demonstrations(table.get(index)), None
+            except BadRow as fault:
+                yield table.place(index), [], str(fault)
+
     def demonstrations(self, row: Row) -> list[Demonstration]:
         """Return those of a row, one but for templates that rewrite earlier turns; raise BadRow."""
         if (fault := value_fault(row)) is not None:
@@ -117,11 +128,11 @@ class Demonstrator:
         if form is None:
             raise BadRow("is empty")
         made = [self._tokenized(*each) for each in FORMS[form](self, row)]
-        kept = [each for each in made if each.num_learned]
-        if not kept:
+        learned = [each for each in made if each.num_learned]
+        if not learned:
             limit = self._config.max_length
             raise BadRow("has nothing to learn" + (f" in its first {limit} tokens" if limit else ""))
-        return kept
+        return learned
 
     def chat(self, row: Row) -> list[Rendered]:
         return self._of_messages(messages_of(row["messages"]), 0, row)
@@ -130,14 +141,10 @@ class Demonstrator:
         turns = row["conversations"]
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise BadRow("conversations is not a list of messages")
+        roles = (_ROLES.get(str(turn.get("from")), turn.get("from")) for turn in turns)
         named = [
-            turn
-            if "role" in turn
-            else {
-                "role": _ROLES.get(str(turn.get("from")), turn.get("from")),
-                "content": turn.get("value"),
-            }
-            for turn in turns
+            turn if "role" in turn else {"role": role, "content": turn.get("value")}
+            for turn, role in zip(turns, roles, strict=True)
         ]
         return self._of_messages(messages_of(named), 0, row)
 
@@ -207,12 +214,8 @@ class Demonstrator:
         if not self._tokenizer.chat_template:
             return join_messages(self._tokenizer, messages)[0] + ("\n\n" if opens_turn else "")
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=opens_turn,
-                **variables,
-            )
+            options = {"tokenize": False, "add_generation_prompt": opens_turn, **variables}
+            text = self._tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # a template is a program and may raise anything
             raise BadRow(f"the chat template rejects it: {' '.join(str(error).split())}") from error
         assert isinstance(text, str)
@@ -240,10 +243,7 @@ class Demonstrator:
         )
 
 
-FORMS: dict[
-    str,
-    Callable[[Demonstrator, Row], list[Rendered]],
-] = {
+FORMS: dict[str, Callable[[Demonstrator, Row], list[Rendered]]] = {
     "messages": Demonstrator.chat,
     "conversations": Demonstrator.sharegpt,
     "completion": Demonstrator.pair,
@@ -262,17 +262,17 @@ def messages_of(messages: Any) -> list[Message]:
     """Return the messages without empty entries; raise BadRow for one without role or content."""
     if not isinstance(messages, list) or not messages:
         raise BadRow("messages is not a list of messages")
-    found = []
+    cleaned = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow(f"message {number} has no role")
-        given = {name: value for name, value in message.items() if value is not None}
-        if not isinstance(given.get("content", ""), str):
+        fields = {name: value for name, value in message.items() if value is not None}
+        if not isinstance(fields.get("content", ""), str):
             raise BadRow(f"the content of message {number} is not a text")
-        if "content" not in given and not given.get("tool_calls"):
+        if "content" not in fields and not fields.get("tool_calls"):
             raise BadRow(f"message {number} has no content")
-        found.append({"content": "", **given})
-    return found
+        cleaned.append({"content": "", **fields})
+    return cleaned
 
 
 def _called_names(message: Message) -> list[str]:

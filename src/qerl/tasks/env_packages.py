@@ -79,13 +79,13 @@ def verifiers_environment(config: TaskConfig, tool_timeout_s: float | None = Non
         seats = [
             name for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)
         ]
-        own = vf.default_harness_id(taskset_id)
-        harness = {"id": "null" if own == "bash" else own}
+        default_harness = vf.default_harness_id(taskset_id)
+        harness = {"id": "null" if default_harness == "bash" else default_harness}
         limit = {} if tool_timeout_s is None else {"tool_timeout": tool_timeout_s}
         for seat in seats:
-            given = options.get(seat, {})
-            chosen = {"harness": limit | given.get("harness", harness)}
-            options[seat] = {"runtime": {"type": "subprocess"}, **given, **chosen}
+            seat_options = options.get(seat, {})
+            chosen = {"harness": limit | seat_options.get("harness", harness)}
+            options[seat] = {"runtime": {"type": "subprocess"}, **seat_options, **chosen}
         return vf.load_environment(vf.resolve_env_config(options))
     except Exception as error:  # code of the environment, and pydantic's errors about the options
         raise _refusal(config, error) from error

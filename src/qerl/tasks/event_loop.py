@@ -25,6 +25,9 @@ class _Blocked(BaseException):
     """Raised inside code that blocks the loop. Not an Exception, so that the code does not catch it."""
 
 
+Job = Callable[[], Coroutine[Any, Any, Result]]
+
+
 class GuardedLoop(Generic[Result]):
     def __init__(self, *, max_concurrent: int, deadline_s: float, block_s: float | None = None):
         """block_s: the longest that code may run between two awaits; None: deadline_s."""
@@ -35,7 +38,7 @@ class GuardedLoop(Generic[Result]):
 
     def run(
         self,
-        jobs: Sequence[tuple[str, Callable[[], Coroutine[Any, Any, Result]]]],
+        jobs: Sequence[tuple[str, Job[Result]]],
         on_end: Callable[[int, Result | Failure], None] = lambda index, ended: None,
     ) -> list[Result | Failure] | BaseException:
         """Return the result of each (name, job), or what a task that the user's code left behind raised: the
@@ -50,13 +53,11 @@ class GuardedLoop(Generic[Result]):
             return error
 
     async def _all(
-        self,
-        jobs: Sequence[tuple[str, Callable[[], Coroutine[Any, Any, Result]]]],
-        on_end: Callable[[int, Result | Failure], None],
+        self, jobs: Sequence[tuple[str, Job[Result]]], on_end: Callable[[int, Result | Failure], None]
     ) -> list[Result | Failure]:
         gate = asyncio.Semaphore(self._max_concurrent)
 
-        async def run_one(index: int, name: str, job: Callable[[], Coroutine[Any, Any, Result]]):
+        async def run_one(index: int, name: str, job: Job[Result]) -> Result | Failure:
             async with gate:
                 ended = await self._one(name, job)
                 on_end(index, ended)
@@ -64,7 +65,7 @@ class GuardedLoop(Generic[Result]):
 
         return await asyncio.gather(*(run_one(i, *named) for i, named in enumerate(jobs)))
 
-    async def _one(self, name: str, job: Callable[[], Coroutine[Any, Any, Result]]) -> Result | Failure:
+    async def _one(self, name: str, job: Job[Result]) -> Result | Failure:
         clock = asyncio.timeout(self._deadline_s)
         try:
             async with clock:

@@ -47,10 +47,8 @@ def judge(config: TaskConfig) -> Callable[..., Any]:
     def judge(prompts: list[Text], completions: list[Text], **columns: list[Any]) -> list[float]:
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         rows = rows or [{}] * len(prompts)
-        triples = zip(prompts, completions, rows, strict=True)
-        return [
-            made.reward(readable(prompt), readable(completion), row) for prompt, completion, row in triples
-        ]
+        texts = map(readable, prompts), map(readable, completions)
+        return [made.reward(*each) for each in zip(*texts, rows, strict=True)]
 
     return judge
 
@@ -83,9 +81,9 @@ class Rubric:
     def reward(self, reply: str) -> float:
         """Return a number in [0, 1]; raise JudgeFailed if the reply has no score, or one out of range."""
         settings = self._settings
-        found = re.findall(settings.pattern, reply[-20_000:], flags=re.IGNORECASE)
+        scores = re.findall(settings.pattern, reply[-20_000:], flags=re.IGNORECASE)
         try:
-            score = float(found[-1])
+            score = float(scores[-1])
         except (IndexError, ValueError):
             raise JudgeFailed(f"no score in the reply {reply[-80:]!r}") from None
         low, high = settings.min_score, settings.max_score
@@ -99,10 +97,7 @@ class Judge:
         self._settings, self._model = settings, settings.model
         self._rubric = Rubric(settings)
         self._client = OpenAIClient(
-            settings.url,
-            key_variable=KEY_VARIABLE,
-            timeout_s=settings.timeout_s,
-            retries=settings.retries,
+            settings.url, key_variable=KEY_VARIABLE, timeout_s=settings.timeout_s, retries=settings.retries
         )
         self._ledger = Ledger(settings)
 
@@ -209,19 +204,16 @@ class Ledger:
                 file.execute("update spent set cost = cost + ? where judge = ?", (cost, self._name))
 
 
-def _rubric(given: str) -> str:
-    if not given.startswith("@"):
-        return given
+def _rubric(text: str) -> str:
+    """Return the text, or for @FILE that of the file."""
+    if not text.startswith("@"):
+        return text
     try:
-        return Path(given[1:]).expanduser().read_text(encoding="utf-8")
+        return Path(text[1:]).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise UserError(f"task.judge.rubric {given}: cannot be read: {error}") from None
+        raise UserError(f"task.judge.rubric {text}: cannot be read: {error}") from None
 
 
 def _filled(rubric: str, values: Json) -> str:
     """Fill in {name} of known names in one pass: braces of a sample's own text stay as they are."""
-
-    def value(match: re.Match[str]) -> str:
-        return str(values[match[1]]) if match[1] in values else match[0]
-
-    return re.sub(r"\{(\w+)\}", value, rubric)
+    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), rubric)

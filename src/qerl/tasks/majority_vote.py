@@ -8,7 +8,6 @@ not terminate; answers are then compared as strings.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 from qerl.tasks.answer import final_answers
 from qerl.tasks.graders import last_number
@@ -18,25 +17,17 @@ from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 _DEADLINE_S = 60.0
 
 
-def exact_vote(text: str) -> str | None:
-    return text.strip() or None
-
-
-def numeric_vote(text: str) -> str | None:
+def _number_text(text: str) -> str | None:
     number = last_number(text)
     return None if number is None else str(number)
 
 
-def math_vote(text: str) -> str | None:
-    answers = final_answers(text)
-    return answers[-1] if answers else None
-
-
 _VOTES: dict[str, tuple[Callable[[str], str | None], Callable[[str, str], bool]]] = {
-    "exact": (exact_vote, str.__eq__),
-    "numeric": (numeric_vote, str.__eq__),
-    "math": (math_vote, is_equal),
+    "exact": (lambda text: text.strip() or None, str.__eq__),
+    "numeric": (_number_text, str.__eq__),
+    "math": (lambda text: (final_answers(text) or [None])[-1], is_equal),
 }
+"""By grader: the answer that a text gives, and whether two answers are equal."""
 
 
 def votes(grader: str, texts_G: list[str]) -> list[str | None]:
@@ -63,9 +54,8 @@ class VotePool:
 
     def count(self, grader: str, texts_P_G: list[list[str]]) -> list[list[str | None]]:
         outcomes = self._pool.run([(grader, texts_G) for texts_G in texts_P_G], deadline_s=_DEADLINE_S)
-        as_strings = partial(map, _VOTES[grader][0])
         return [
-            list(as_strings(texts_G)) if isinstance(outcome, WorkerLost) else outcome
+            list(map(_VOTES[grader][0], texts_G)) if isinstance(outcome, WorkerLost) else outcome
             for outcome, texts_G in zip(outcomes, texts_P_G, strict=True)
         ]
 

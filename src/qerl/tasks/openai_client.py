@@ -119,8 +119,8 @@ def _http_failure(error: urllib.error.HTTPError) -> RequestFailed:
     except (OSError, http.client.HTTPException):
         text = ""
     try:
-        found = json.loads(text)
-        text = str(found["error"]["message"])
+        answer = json.loads(text)
+        text = str(answer["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return RequestFailed(f"HTTP {error.code}", text or str(error.reason))

@@ -43,30 +43,30 @@ class OwnJudge:
             )
         messages = [self._message(call) for call in calls]
         replies = {message: self._ledger.reply(self._rubric.key(message)) for message in messages}
-        found: dict[str, float | Failure] = {}
+        rewards: dict[str, float | Failure] = {}
         unknown = [message for message, reply in replies.items() if reply is None]
-        asked = [message for message in unknown if self._takes_turn(message, found)]
+        asked = [message for message in unknown if self._takes_turn(message, rewards)]
         for message, reply in zip(asked, self._answer(asked) if asked else (), strict=True):
-            found[message] = reply if isinstance(reply, Failure) else self._reward(reply)
-            if isinstance(reply, str) and isinstance(found[message], float):
+            rewards[message] = reply if isinstance(reply, Failure) else self._reward(reply)
+            if isinstance(reply, str) and isinstance(rewards[message], float):
                 self._ledger.keep(self._rubric.key(message), reply)
         for message, reply in replies.items():
             if reply is not None:
-                found[message] = self._reward(reply)
-        return [found[message] for message in messages]
+                rewards[message] = self._reward(reply)
+        return [rewards[message] for message in messages]
 
     def _message(self, call: dict[str, list[Any]]) -> str:
         row = {name: values[0] for name, values in call.items()}
         prompt, completion = readable(row.pop("prompts")), readable(row.pop("completions"))
         return self._rubric.message(prompt, completion, row)
 
-    def _takes_turn(self, message: str, found: dict[str, float | Failure]) -> bool:
-        """Count a request; False, with the failure in `found`, if a limit is reached."""
+    def _takes_turn(self, message: str, rewards: dict[str, float | Failure]) -> bool:
+        """Count a request; False, with the failure in `rewards`, if a limit is reached."""
         try:
             self._ledger.take_turn()
         except JudgeFailed as error:
-            found[message] = failure_of("judge", error)
-        return message not in found
+            rewards[message] = failure_of("judge", error)
+        return message not in rewards
 
     def _reward(self, reply: str) -> float | Failure:
         try:

@@ -224,11 +224,11 @@ def chat_reply_tokens(
 
     ended_by: the special token, if any, that ended the policy's turn; it is not repeated. variables: further
     ones of the template, such as tools."""
-    own = _MARK
-    while any(own in str(message) for message in messages):
-        own += "_"
-    opening = [{"role": "user", "content": own}, {"role": "assistant", "content": own}]
-    _, mark, text = render_chat(tokenizer, [*opening, *messages], variables)[0].rpartition(own)
+    marker = _MARK
+    while any(marker in str(message) for message in messages):
+        marker += "_"
+    opening = [{"role": "user", "content": marker}, {"role": "assistant", "content": marker}]
+    _, mark, text = render_chat(tokenizer, [*opening, *messages], variables)[0].rpartition(marker)
     if not mark:
         raise UserError("the tokenizer's chat template leaves out the assistant's messages")
     return list(tokenizer(text.removeprefix(ended_by), add_special_tokens=False)["input_ids"])
@@ -269,8 +269,8 @@ def _check_messages(messages: Any, column: str) -> list[dict[str, str]]:
             raise BadRow(f"{where} is {_kind(message)}, not an object with role and content")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                found = _kind(message[key]) if message.get(key) is not None else "missing"
-                raise BadRow(f"{where}: {key} is {found}, not {_TEXT}")
+                kind = _kind(message[key]) if message.get(key) is not None else "missing"
+                raise BadRow(f"{where}: {key} is {kind}, not {_TEXT}")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 

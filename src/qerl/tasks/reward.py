@@ -61,11 +61,7 @@ class RewardPool:
     """Scores groups in processes that start with it, before a model is loaded, and end with `close()`."""
 
     def __init__(
-        self,
-        config: TaskConfig,
-        functions: Sequence[Reward] = (),
-        *,
-        agent: Callable[..., Any] | None = None,
+        self, config: TaskConfig, functions: Sequence[Reward] = (), *, agent: Callable[..., Any] | None = None
     ):
         """functions: used instead of config.rewards if there are any. agent: what has given the samples their
         rewards; there is then no function."""
@@ -76,8 +72,8 @@ class RewardPool:
             name in REWARDS and name not in _GRADED for name in config.rewards or ("",)
         )
         """True if there is a reward and none is the user's own or a model's: 1 means a correct sample."""
-        given = [] if agent else list(functions) or list(config.rewards)
-        functions = [resolve(each, config) if isinstance(each, str) else each for each in given]
+        entries = [] if agent else list(functions) or list(config.rewards)
+        functions = [resolve(each, config) if isinstance(each, str) else each for each in entries]
         named = functions if agent is None else [agent]
         self.sources = function_sources(named)
         """SHA-256 of what each function is made of, by name; none for built-in ones."""
@@ -87,21 +83,19 @@ class RewardPool:
             raise UserError(f"task.reward_weights needs {needed}, got {len(weights)}")
         self._names = list(map(name_of, named))
         pairs = list(zip(functions, weights, strict=True))
-        environments = _environments(functions)
-        entries = zip(given, functions, strict=True)
-        self.environment = next((each for each, function in entries if is_environment(function)), None)
+        made = _environment(functions)
+        self.environment = None if made is None else entries[functions.index(made)]
         """The environment's class, or its entry in config.rewards; None without one."""
-        made = environments[0] if environments else None
         self.scores_episodes = callable(getattr(made, "score", None))
         self.extends_prompt = bool(getattr(made, "extends_prompt", False))
         self.is_deterministic = bool(getattr(made, "deterministic", False))
         self._models = [(each, weight) for each, weight in pairs if isinstance(each, RewardModel | OwnJudge)]
         pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel | OwnJudge)]
-        self._functions = [function for function, _ in pairs if not is_environment(function)]
-        weights = [weight for function, weight in pairs if not is_environment(function)]
+        self._functions = [function for function, _ in pairs if function is not made]
+        self._episode_weight: float = next((weight for each, weight in pairs if each is made), 1.0)
+        weights = [weight for function, weight in pairs if function is not made]
         memory_bytes = int(config.reward_memory_gb * 1e9)
-        self._episode_weight: float = next((w for function, w in pairs if is_environment(function)), 1.0)
-        self._environment_worker, self._environment_pool = _started(environments, config, memory_bytes)
+        self._environment_worker, self._environment_pool = _started(made, config, memory_bytes)
         self.failures, self._latest = Counter[str](), Counter[str]()
         """Samples without a reward since the last take_failures(), by cause; those of the latest call."""
         self._examples: dict[str, str] = {}
@@ -114,8 +108,8 @@ class RewardPool:
     @property
     def notices(self) -> list[str]:
         """Lines for the log: which sandbox the reward code uses."""
-        found = (getattr(function, "notice", None) for function in self._functions)
-        return [text for text in found if isinstance(text, str)]
+        notices = (getattr(function, "notice", None) for function in self._functions)
+        return [text for text in notices if isinstance(text, str)]
 
     @property
     def own_judges(self) -> list[OwnJudge]:
@@ -127,9 +121,9 @@ class RewardPool:
         named = any(column in missing_arguments(function, ()) for function in self._functions)
         return self._answer_column is not None or named
 
-    def success_threshold(self, given: float | None) -> float | None:
+    def success_threshold(self, threshold: float | None) -> float | None:
         """Return evaluate.success_threshold; where it is not given, that of built-in rewards."""
-        return 1.0 if given is None and self.is_built_in else given
+        return 1.0 if threshold is None and self.is_built_in else threshold
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -188,13 +182,14 @@ class RewardPool:
         pool = self._function_pool
         return Scoring(self, None if pool is None else pool.begin(deadline_s=self._deadline_s))
 
-    def total(self, groups: list[Group], calls: list[Arguments], found: list[Outcome]) -> RewardsPG:
+    def total(self, groups: list[Group], calls: list[Arguments], outcomes_S: list[Outcome]) -> RewardsPG:
         """Return the groups' rewards by the functions' outcomes and what else there is to add, and count the
-        failures. calls and found: of the samples that have not failed before."""
+        failures. calls and outcomes_S: of the samples that have not failed before."""
         for model, weight in self._models:
             values = model.score_calls(calls)
-            found = [_added(outcome, weight, value) for outcome, value in zip(found, values, strict=True)]
-        outcomes = iter(found)
+            pairs = zip(outcomes_S, values, strict=True)
+            outcomes_S = [_added(outcome, weight, value) for outcome, value in pairs]
+        outcomes = iter(outcomes_S)
         failures: Counter[str] = Counter()
         rewards_P_G = [
             [self._count(self._total(sample, outcomes), failures) for sample in group.samples_G]
@@ -278,14 +273,14 @@ class Scoring:
             if key not in self._begun:
                 self.add(key, group)
         outcomes = None if self._jobs is None else self._jobs.wait()
-        calls, found = [], []
+        calls, outcomes_S = [], []
         for own_calls, places in (self._begun[key] for key, _ in keyed_P):
             calls += own_calls
-            found += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
-        return self._pool.total([group for _, group in keyed_P], calls, found)
+            outcomes_S += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
+        return self._pool.total([group for _, group in keyed_P], calls, outcomes_S)
 
 
-def _environments(functions: Sequence[Reward]) -> list[Reward]:
+def _environment(functions: Sequence[Reward]) -> Reward | None:
     """Return the environment among the functions, if there is one; raise UserError for two of them."""
     for function in filter(inspect.isclass, functions):
         if not is_environment(function):
@@ -293,20 +288,20 @@ def _environments(functions: Sequence[Reward]) -> list[Reward]:
                 f"task.rewards: {name_of(function)} is a class, but not an environment:"
                 " an environment has reset(row, seed) and step(completion)"
             )
-    found = list(filter(is_environment, functions))
-    if len(found) > 1:
-        named = ", ".join(map(name_of, found))
+    environments = list(filter(is_environment, functions))
+    if len(environments) > 1:
+        named = ", ".join(map(name_of, environments))
         raise UserError(f"task.rewards may name one environment, got {named}")
-    return found
+    return environments[0] if environments else None
 
 
 def _started(
-    environments: list[Reward], config: TaskConfig, memory_bytes: int
+    environment: Reward | None, config: TaskConfig, memory_bytes: int
 ) -> tuple[EnvironmentWorker, WorkerPool] | tuple[None, None]:
     """Start the process of the environment, if there is one."""
-    if not environments:
+    if environment is None:
         return None, None
-    worker = EnvironmentWorker(environments[0], config.environment, deadline_s=config.reward_timeout_s)
+    worker = EnvironmentWorker(environment, config.environment, deadline_s=config.reward_timeout_s)
     return worker, WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
 
 

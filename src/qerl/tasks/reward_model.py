@@ -67,14 +67,16 @@ class RewardModel:
             self._load()
         tokens = [self._tokens(*pair) for pair in pairs]
         order = sorted(range(len(pairs)), key=lambda i: len(tokens[i]))  # equal lengths need no padding
-        found: list[float | Failure] = [Failure("empty", "prompt and completion have no token")] * len(pairs)
+        rewards: list[float | Failure] = [Failure("empty", "prompt and completion have no token")] * len(
+            pairs
+        )
         order = [i for i in order if tokens[i]]
         for start in range(0, len(order), self._config.batch_size):
             some = order[start : start + self._config.batch_size]
             values = self._values([tokens[i] for i in some])
             for i, value in zip(some, values, strict=True):
-                found[i] = finite_number("reward_model", value)
-        return found
+                rewards[i] = finite_number("reward_model", value)
+        return rewards
 
     def _tokens(self, prompt: Text, completion: Text) -> list[int]:
         tokenizer = self._tokenizer

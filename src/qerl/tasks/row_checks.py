@@ -32,9 +32,8 @@ def row_notice(
     answers = rows.values(config.answer_column) if config.answer_column in rows.columns else []
     no_answer = sum(answer is None or not str(answer).strip() for answer in _good(renderer, answers))
     chats = rows.values(str(rows.prompt_column)) if renderer.has_messages else []
-    last = sum(
-        isinstance(c, list) and bool(c) and _role(c[-1]) == "assistant" for c in _good(renderer, chats)
-    )
+    ends = (chat[-1] for chat in _good(renderer, chats) if isinstance(chat, list) and chat)
+    last = sum(isinstance(end, dict) and end.get("role") == "assistant" for end in ends)
     counts = {
         f"unusable and left out ({examples(renderer)})": len(renderer.faults),
         f"longer than {max_prompt_tokens} tokens, which sample.max_tokens leaves, and skipped": num_long,
@@ -43,18 +42,17 @@ def row_notice(
     }
     if reads_answer and "code" in config.rewards:
         num_without, example = _count_untestable(rows, config.answer_column)
-        counts[f"whose {config.answer_column} cannot be run, so that a sample gets no reward{example}"] = (
-            num_without
-        )
+        what = f"whose {config.answer_column} cannot be run, so that a sample gets no reward{example}"
+        counts[what] = num_without
     text = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     return f"{rows.name}: of {quantity(num_checked, 'row')} {text}" if text else None
 
 
 def examples(renderer: Renderer) -> str:
     """Return the first bad rows: "line 3: has no prompt; line 8: has no prompt; ..."."""
-    found = sorted(renderer.faults.items())
-    shown = [f"{renderer.rows.place(index)}: {fault[:200]}" for index, fault in found[:_NUM_EXAMPLES]]
-    return "; ".join([*shown, *["..."] * (len(found) > _NUM_EXAMPLES)])
+    bad = sorted(renderer.faults.items())
+    shown = [f"{renderer.rows.place(index)}: {fault[:200]}" for index, fault in bad[:_NUM_EXAMPLES]]
+    return "; ".join([*shown, *["..."] * (len(bad) > _NUM_EXAMPLES)])
 
 
 def check_rows(renderer: Renderer, *, strict: bool) -> None:
@@ -95,10 +93,6 @@ def _count_untestable(rows: RowTable, column: str) -> tuple[int, str]:
     return count, example
 
 
-def _role(message: object) -> object:
-    return message.get("role") if isinstance(message, dict) else None
-
-
 def _count_long(renderer: Renderer, max_tokens: int) -> tuple[int, int]:
     """Return how many rows are too long, and of how many."""
     rows = renderer.rows
@@ -107,10 +101,9 @@ def _count_long(renderer: Renderer, max_tokens: int) -> tuple[int, int]:
         indices: Sequence[int] = range(min(_NUM_GENERATED, rows.num_rows))
         num_checked = len(indices)
     else:
-        columns_by_row = enumerate(zip(*columns, strict=True))
         sizes = [
             0 if i in renderer.faults else sum(len(str(value).encode(errors="replace")) for value in row)
-            for i, row in columns_by_row
+            for i, row in enumerate(zip(*columns, strict=True))
         ]
         drawn = ((index, renderer.usable_prompt(index, index=index)) for index in range(rows.num_rows))
         first = next(((i, prompt.text) for i, prompt in drawn if prompt is not None), None)

@@ -57,10 +57,10 @@ def _nested_fault(value: Any) -> str | None:
     if not is_unicode(text):
         return "is not valid Unicode"
     # Brackets inside strings count too, so only many of them say that a closer look is worth it.
-    return too_deep if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH else None
+    return too_deep if text.count("[") + text.count("{") > MAX_DEPTH and depth_of(value) > MAX_DEPTH else None
 
 
-def _depth(value: Any) -> int:
+def depth_of(value: Any) -> int:
     """Return how deep lists and objects nest, without recursion."""
     level, depth = [value], 0
     while True:

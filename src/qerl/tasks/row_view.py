@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import SftConfig, TaskConfig
 from qerl.tasks.demonstrations import Demonstrator, form_of
-from qerl.tasks.prompt import BadRow, Renderer, set_template_variables
+from qerl.tasks.prompt import Renderer, set_template_variables
 from qerl.tasks.rows import RowTable, open_rows
 
 Kind = Literal["prompt", "sft"]
@@ -59,12 +59,12 @@ class TableView:
 
     def duplicates(self, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
         """Return the places of rows with the same text, of which the same is learned, each group once."""
-        found: dict[tuple[str, str], list[str]] = defaultdict(list)
+        places_by_text: dict[tuple[str, str], list[str]] = defaultdict(list)
         for row in self.rows:
             parts = list(row.parts(tokenizer))
             learned = "".join(text for text, is_learned in parts if is_learned)
-            found[_words("".join(text for text, _ in parts)), _words(learned)].append(row.place)
-        return [places for places in found.values() if len(places) > 1]
+            places_by_text[_words("".join(text for text, _ in parts)), _words(learned)].append(row.place)
+        return [places for places in places_by_text.values() if len(places) > 1]
 
     def too_long(self, max_tokens: int) -> list[str]:
         return [row.place for row in self.rows if len(row.tokens_T) > max_tokens]
@@ -139,22 +139,9 @@ def _is_empty(content: Any) -> bool:
 
 def _demonstrations(table: RowTable, demonstrator: Demonstrator) -> TableView:
     made, bad = [], []
-    for index in range(table.num_rows):
-        place = table.place(index)
-        try:
-            if index in table.faults:
-                raise BadRow(table.faults[index])
-            found = demonstrator.demonstrations(table.get(index))
-        except BadRow as fault:
-            bad.append(f"{place}: {fault}")
-            continue
-        made += [
-            RowView(
-                place=place,
-                tokens_T=tuple(each.tokens_T),
-                learned_T=each.learned_T,
-                prompt=each.prompt_text,
-            )
-            for each in found
-        ]
+    for place, demonstrations, fault in demonstrator.read(table):
+        bad += [] if fault is None else [f"{place}: {fault}"]
+        for each in demonstrations:
+            tokens_T, prompt = tuple(each.tokens_T), each.prompt_text
+            made.append(RowView(place=place, tokens_T=tokens_T, learned_T=each.learned_T, prompt=prompt))
     return TableView(name=table.name, num_rows=table.num_rows, rows=made, bad=bad)

@@ -86,14 +86,14 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
 def file_sources(*places: str | None) -> dict[str, str]:
     """Return {"rows of sums.jsonl": SHA-256} for each place that is a file with rows; of another file with
     the same name, {"rows of sums.jsonl'": SHA-256}."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for path in (Path(place) for place in places if place is not None):
         if path.suffix in _READERS and path.is_file():
             name = f"rows of {path.name}"
-            while name in found:
+            while name in sources:
                 name += "'"
-            found[name] = file_digest(path)
-    return found
+            sources[name] = file_digest(path)
+    return sources
 
 
 def check_file(option: str, place: str | None) -> None:

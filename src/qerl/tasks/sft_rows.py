@@ -7,7 +7,7 @@ The order of each epoch is a function of (seed, epoch), so a step's batch depend
 import bisect
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -18,7 +18,6 @@ from qerl.config.sft import SftConfig
 from qerl.config.task import TaskConfig
 from qerl.errors import UserError, quantity
 from qerl.tasks.demonstrations import Demonstration, Demonstrator, check_columns
-from qerl.tasks.prompt import BadRow
 from qerl.tasks.rows import RowTable, open_rows
 from qerl.types import Group
 
@@ -63,11 +62,8 @@ class SftRows:
         tables = [rows] if own_rows is None else [rows, own_rows]
         for table in tables:
             check_columns(table.name, table.columns, config.text_column)
-        made, notices = [], []
-        for table in tables:
-            found, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
-            made.append(found)
-            notices += [] if notice is None else [notice]
+        read = [_demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config) for table in tables]
+        made, notices = [each for each, _ in read], [notice for _, notice in read if notice is not None]
         if own_rows is None:
             count = min(int(len(made[0]) * config.eval_fraction), max_evaluated)
             made = [made[0][: len(made[0]) - count], made[0][len(made[0]) - count :]]
@@ -91,10 +87,10 @@ class SftRows:
         """Read all rows of config.data as evaluation rows."""
         table, _ = open_rows(tables_of(config))
         check_columns(table.name, table.columns, config.text_column)
-        found, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
-        if not found:
+        demonstrations, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
+        if not demonstrations:
             raise UserError(f"{table.name}: no row is left to evaluate")
-        return cls([], found, notices=[] if notice is None else [notice], sources={}, seed=0)
+        return cls([], demonstrations, notices=[] if notice is None else [notice], sources={}, seed=0)
 
     @property
     def longest(self) -> int:
@@ -148,21 +144,13 @@ def _demonstrations(
     """Return the table's demonstrations, and a line if a row is not learned as it stands."""
     made: list[Demonstration] = []
     reasons: list[str] = []
-    for index in range(table.num_rows):
-        try:
-            if index in table.faults:
-                raise BadRow(table.faults[index])
-            made += demonstrator.demonstrations(table.get(index))
-        except BadRow as reason:
-            reasons.append(f"{table.place(index)} {reason}")
+    for place, demonstrations, fault in demonstrator.read(table):
+        made += demonstrations
+        reasons += [] if fault is None else [f"{place} {fault}"]
     counts = {
         f"cut to {config.max_length:,} tokens": demonstrator.num_cut,
         "learned turn by turn, because the chat template rewrites earlier turns": demonstrator.num_split,
         f"left out (first: {next(iter(reasons), '')})": len(reasons),
     }
-    text = _counted(counts.items())
+    text = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     return made, f"{table.name}: of {quantity(table.num_rows, 'row')} {text}" if text else None
-
-
-def _counted(counts: Iterable[tuple[str, int]]) -> str:
-    return "; ".join(f"{count:,} {what}" for what, count in counts if count)

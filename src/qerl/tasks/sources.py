@@ -29,17 +29,17 @@ _CONSTANTS = (str, bytes, int, float, bool, type(None))
 
 def function_sources(functions: Sequence[Callable[..., Any]]) -> dict[str, str]:
     """Return {"reward even (even.py)": SHA-256} of what each function is made of."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for function in functions:
         reader = _SourceReader()
         reader.read(function)
         digests = [*map(file_digest, reader.files), *reader.texts]
         name = f"reward {name_of(function)}" + (f" ({reader.files[0].name})" if reader.files else "")
-        while name in found:
+        while name in sources:
             name += "'"
         if digests:
-            found[name] = hashlib.sha256("\n".join(digests).encode()).hexdigest()
-    return found
+            sources[name] = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    return sources
 
 
 def file_digest(path: Path) -> str:

@@ -149,16 +149,13 @@ def build_task(
     for each in renderers:
         check_rows(each, strict=strict)
     draws = [each.prompt if strict else each.usable_prompt for each in renderers]
+    num_rows, limits = rows.num_rows, (config.num_held_out, max_prompt_tokens)
     if held_out_rows is None:
-        order = reversed(range(rows.num_rows))
-        prompts, num_dropped = _fitting(draws[0], order, 0, config.num_held_out, max_prompt_tokens)
-        held_out = prompts[::-1]
-        num_rows = held_out[0].index if held_out else rows.num_rows
+        held_out, num_dropped = _fitting(draws[0], reversed(range(num_rows)), 0, *limits)
+        held_out.reverse()
+        num_rows = held_out[0].index if held_out else num_rows
     else:
-        order, offset = range(held_out_rows.num_rows), rows.num_rows
-        limits = config.num_held_out, max_prompt_tokens
-        held_out, num_dropped = _fitting(draws[1], order, offset, *limits)
-        num_rows = rows.num_rows
+        held_out, num_dropped = _fitting(draws[1], range(held_out_rows.num_rows), num_rows, *limits)
     if num_rows == 0 or (held_out_rows is None and len(held_out) < config.num_held_out):
         raise UserError(
             f"task.num_held_out is {config.num_held_out}: {rows.name} has"

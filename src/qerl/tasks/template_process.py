@@ -84,9 +84,7 @@ class TemplateProcess:
         return self._child
 
 
-_PROCESSES: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, TemplateProcess]" = (
-    weakref.WeakKeyDictionary()
-)
+_PROCESSES = weakref.WeakKeyDictionary[PreTrainedTokenizerBase, TemplateProcess]()
 
 
 def render_template(

@@ -103,35 +103,28 @@ class WorkerPool:
         """True if a worker has a job."""
         return any(worker.item is not None for worker in self._workers)
 
-    def advance(
-        self,
-        items: list[Any],
-        waiting: deque[int],
-        outcomes: list[Any],
-        *,
-        deadline_s: float,
-        waits: bool,
-    ) -> None:
+    def advance(self, jobs: "Jobs", *, waits: bool) -> None:
         """Give idle workers the waiting items, and store the outcomes that have come; waits: wait for one."""
+        assert self.jobs is jobs, "another batch of jobs has begun"
         try:
-            self._collect(outcomes, deadline_s, waits=False)
-            self._send_items(items, waiting, deadline_s)
+            self._collect(jobs, waits=False)
+            self._send_items(jobs)
             if waits:
-                self._collect(outcomes, deadline_s, waits=True)
+                self._collect(jobs, waits=True)
         except BaseException:  # pending outcomes must not be mistaken for those of the next items
             self.stop()
             raise
 
-    def _send_items(self, items: list[Any], waiting: deque[int], deadline_s: float) -> None:
-        if waiting and not self._workers:
+    def _send_items(self, jobs: "Jobs") -> None:
+        if jobs.waiting and not self._workers:
             self.stop()  # also kills processes that may have filled the process table
             self._start()
         for worker in self._workers:
-            if waiting and worker.item is None:
-                worker.item, worker.end_s = waiting.popleft(), time.monotonic() + deadline_s
-                worker.channel.send(items[worker.item], end_s=worker.end_s)
+            if jobs.waiting and worker.item is None:
+                worker.item, worker.end_s = jobs.waiting.popleft(), time.monotonic() + jobs.deadline_s
+                worker.channel.send(jobs.items[worker.item], end_s=worker.end_s)
 
-    def _collect(self, outcomes: list[Any], deadline_s: float, *, waits: bool) -> None:
+    def _collect(self, jobs: "Jobs", *, waits: bool) -> None:
         busy = [worker for worker in self._workers if worker.item is not None]
         if not busy:
             return
@@ -139,10 +132,10 @@ class WorkerPool:
             left_s = min(worker.end_s for worker in busy) - time.monotonic()
             wait([worker.channel.socket for worker in busy], max(0.0, min(left_s, _POLL_S)))
         for worker in busy:
-            outcome = worker.outcome(deadline_s)
+            outcome = worker.outcome(jobs.deadline_s)
             if outcome is not None:
                 assert worker.item is not None
-                (outcomes[worker.item],) = outcome
+                (jobs.outcomes[worker.item],) = outcome
                 worker.item = None
                 if isinstance(outcome[0], WorkerLost):
                     self._replace(worker)
@@ -168,15 +161,15 @@ class WorkerPool:
 
     def _start_worker(self) -> _Worker:
         assert self._output is not None
-        own, end = socket.socketpair()
-        channel = Channel(own)
+        pool_end, worker_end = socket.socketpair()
+        channel = Channel(pool_end)
         try:
-            keeper = fork_process(keep, os.getpid(), end, self._output, self._memory_bytes, self._work)
+            keeper = fork_process(keep, os.getpid(), worker_end, self._output, self._memory_bytes, self._work)
         except OSError:
-            own.close()
+            pool_end.close()
             raise
         finally:
-            end.close()
+            worker_end.close()
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(keeper.pid, keeper.pid)  # the keeper sets it too; the first one wins
         return _Worker(keeper, channel)
@@ -202,40 +195,36 @@ class Jobs:
     """
 
     def __init__(self, pool: WorkerPool, deadline_s: float):
-        self._pool, self._deadline_s = pool, deadline_s
-        self._items: list[Any] = []
-        self._outcomes: list[Any] = []
-        self._waiting: deque[int] = deque()
+        self._pool, self.deadline_s = pool, deadline_s
+        self.items: list[Any] = []
+        self.outcomes: list[Any] = []
+        self.waiting: deque[int] = deque()
+        """Indices of the items that no worker has got."""
         self._polled_s: float | None = None
         self.busy_s = 0.0
         """Seconds between polls at whose beginning a worker had a job."""
 
     def add(self, items: list[Any]) -> range:
         """Append items; return their indices among the outcomes."""
-        added = range(len(self._items), len(self._items) + len(items))
-        self._items += items
-        self._outcomes += [None] * len(items)
-        self._waiting += added
+        added = range(len(self.items), len(self.items) + len(items))
+        self.items += items
+        self.outcomes += [None] * len(items)
+        self.waiting += added
         return added
 
     def poll(self) -> None:
         """Give idle workers items and take the outcomes that have come, without waiting for any. A job's time
         is up where a poll finds it so."""
         self._note_busy()
-        self._advance(waits=False)
+        self._pool.advance(self, waits=False)
         self._polled_s = time.monotonic() if self._pool.is_busy else None
 
     def wait(self) -> list[Any]:
         """Return the outcome of each item in order: a WorkerLost if it took too long or its worker ended."""
         self._note_busy()
-        while self._waiting or self._pool.is_busy:
-            self._advance(waits=True)
-        return self._outcomes
-
-    def _advance(self, *, waits: bool) -> None:
-        assert self._pool.jobs is self, "another batch of jobs has begun"
-        items, outcomes = self._items, self._outcomes
-        self._pool.advance(items, self._waiting, outcomes, deadline_s=self._deadline_s, waits=waits)
+        while self.waiting or self._pool.is_busy:
+            self._pool.advance(self, waits=True)
+        return self.outcomes
 
     def _note_busy(self) -> None:
         if self._polled_s is not None:

@@ -255,13 +255,7 @@ def _write_stderr(text: bytes) -> bool:
         return False
 
 
-def keep(
-    pool: int,
-    end: socket.socket,
-    output: int,
-    memory_bytes: int,
-    work: Callable[[Any], Any],
-) -> None:
+def keep(pool: int, end: socket.socket, output: int, memory_bytes: int, work: Callable[[Any], Any]) -> None:
     """Main function of a keeper, which leads the group of its worker."""
     os.setpgid(0, 0)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -321,8 +315,12 @@ def _set_up_worker(output: int, memory_bytes: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a job may have killed its keeper
         limit_memory(memory_bytes)
-        num_tasks = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
-        _limit(resource.RLIMIT_NPROC, num_tasks + MORE_TASKS)
+        _limit(resource.RLIMIT_NPROC, num_tasks() + MORE_TASKS)
+
+
+def num_tasks() -> int:
+    """Return the number of tasks on the machine: at least that of the user's."""
+    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -333,8 +331,8 @@ def limit_memory(num_bytes: int) -> None:
     _limit(resource.RLIMIT_AS, mapped_bytes + num_bytes)
 
 
-def _limit(kind: int, most: int) -> None:
+def _limit(kind: int, limit: int) -> None:
     """Set a soft limit: a reward may raise it."""
     soft, hard = resource.getrlimit(kind)
     known = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
-    resource.setrlimit(kind, (min([most, *known]), hard))
+    resource.setrlimit(kind, (min([limit, *known]), hard))

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from qerl.tracking.metric_text import clock, headline_metrics, one_line, plain_line, seconds_left, sparkline
@@ -93,10 +93,8 @@ class PanelDisplay:
     def _progress(self) -> RenderableType:
         left_s = seconds_left(self._step_seconds, self._num_steps - self._steps_done)
         times = f"elapsed {clock(time.monotonic() - self._started)}"
-        row = Table.grid(expand=True, padding=(0, 2, 0, 0))
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
+        columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
+        row = Table.grid(*columns, expand=True, padding=(0, 2, 0, 0))
         row.add_row(
             Text(f"step {self._steps_done}/{self._num_steps}", style="bold"),
             ProgressBar(total=self._num_steps, completed=self._steps_done),

@@ -279,11 +279,11 @@ class Journal:
                     folder.rmdir()
         try:
             if kind is StoppedAtOnce:
-                self._tell_stopped()
+                self._note_stopped()
         finally:
             self.close()
 
-    def _tell_stopped(self) -> None:
+    def _note_stopped(self) -> None:
         with suppress(OSError, RunError, UserError):  # of a damaged file, a full disk or a closed console
             saved = self.last_saved
             self.notice(f"stopped at once; {resumes_from(saved) if saved else 'no step is saved'}")

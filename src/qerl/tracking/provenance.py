@@ -44,10 +44,10 @@ def git_state(root: Path, *, exclude: Path | None = None) -> GitState | None:
 
     An installed package may lie inside an unrelated repository, whose commit says nothing about the package.
     """
-    found = _git(root, "rev-parse", "--show-toplevel", "HEAD")
-    if found is None:
+    output = _git(root, "rev-parse", "--show-toplevel", "HEAD")
+    if output is None:
         return None
-    top, _, commit = found.rpartition("\n")
+    top, _, commit = output.rpartition("\n")
     if Path(top).resolve() != root.resolve():
         return None
     excluded = [] if exclude is None else [f":(exclude){exclude.as_posix()}"]
@@ -113,15 +113,15 @@ def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict
     Return {field: (old, new)} of what a run may go on with: more steps, ROUNDING, and rows that the user
     accepts."""
     # Before a checkpoint no cache is kept, so that a continued run is the same.
-    kept = {"checkpoint.every"} if new["rollout"]["keep_kv_cache"] else set()
-    found = {name: pair for name, pair in changes(old, new).items() if name not in EXEMPT - kept}
-    accepted = {name for name in ROUNDING if "absent" not in found.get(name, ())}
+    fixed = {"checkpoint.every"} if new["rollout"]["keep_kv_cache"] else set()
+    differing = {name: pair for name, pair in changes(old, new).items() if name not in EXEMPT - fixed}
+    accepted = {name for name in ROUNDING if "absent" not in differing.get(name, ())}
     accepted |= {"task.name"} if new["accept_changes"] else set()
     if new["num_steps"] > old.get("num_steps", math.inf):
         accepted.add("num_steps")
-    wrong = {name: pair for name, pair in found.items() if name not in accepted}
+    wrong = {name: pair for name, pair in differing.items() if name not in accepted}
     if not wrong:
-        return {f"config.{name}": tuple(map(json.loads, pair)) for name, pair in found.items()}
+        return {f"config.{name}": tuple(map(json.loads, pair)) for name, pair in differing.items()}
     named = [f"{name} = {was}, not {now}" for name, (was, now) in list(wrong.items())[:_MAX_NAMED_FIELDS]]
     more = f" and {len(wrong) - len(named)} more" if len(wrong) > len(named) else ""
     differs = f"{', '.join(named)}{more}"

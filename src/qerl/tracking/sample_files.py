@@ -48,8 +48,8 @@ def segments(folder: Path) -> list[Segment]:
     """Return the compressed files of a run's folder, oldest first."""
     place = folder / "samples"
     names = [(path, _NAME.fullmatch(path.name)) for path in (place.iterdir() if place.is_dir() else ())]
-    found = [Segment(path, int(match[1]), int(match[2])) for path, match in names if match]
-    return sorted(found, key=lambda segment: (segment.first, segment.last))
+    matched = [Segment(path, int(match[1]), int(match[2])) for path, match in names if match]
+    return sorted(matched, key=lambda segment: (segment.first, segment.last))
 
 
 @contextlib.contextmanager
@@ -94,8 +94,8 @@ class SampleFiles:
         """Remove the samples of steps from next_step on."""
         removed = [segment for segment in segments(self._folder) if segment.last >= next_step]
         if removed and removed[0].first < next_step:
-            kept = [line for line in _intact_lines(removed[0].path) if _step(line) < next_step]
-            self._lines.replace(b"".join(kept))
+            lines = [line for line in _intact_lines(removed[0].path) if _step(line) < next_step]
+            self._lines.replace(b"".join(lines))
         for segment in reversed(removed):
             segment.path.unlink()
             sync_path(segment.path.parent)
@@ -105,8 +105,8 @@ class SampleFiles:
         steps, damaged, torn = self._lines.cut(next_step)
         self._steps = set(steps)
         for path, first, last in compressed:
-            found = {_step(line) for line in _intact_lines(path)}
-            steps |= set(range(first, last + 1)) if {first, last} <= found else found
+            in_file = {_step(line) for line in _intact_lines(path)}
+            steps |= set(range(first, last + 1)) if {first, last} <= in_file else in_file
         has_limit = (self._config.keep_steps, self._config.keep_mb) != (None, None)
         return Kept(steps | set(range(min(steps, default=0) if has_limit else 0)), damaged, torn)
 
@@ -132,11 +132,11 @@ class SampleFiles:
 
     def _remove_oldest(self) -> None:
         """Remove the oldest compressed files beyond the limits; at least the newest stays."""
-        found = segments(self._folder)
+        files = segments(self._folder)
         keep_steps, keep_mb = self._config.keep_steps, self._config.keep_mb
-        num_bytes = sum(segment.path.stat().st_size for segment in found)
-        for segment in found[:-1]:
-            is_old = keep_steps is not None and segment.last <= found[-1].last - keep_steps
+        num_bytes = sum(segment.path.stat().st_size for segment in files)
+        for segment in files[:-1]:
+            is_old = keep_steps is not None and segment.last <= files[-1].last - keep_steps
             if not is_old and not (keep_mb is not None and num_bytes > keep_mb * 10**6):
                 return
             num_bytes -= segment.path.stat().st_size
@@ -145,10 +145,10 @@ class SampleFiles:
 
 def _intact_lines(path: Path) -> list[bytes]:
     """Return the lines of steps in a file, up to where it is damaged."""
-    found = []
+    lines = []
     with contextlib.suppress(*DAMAGE):
-        found.extend(line for line in sample_lines(path) if _step(line) >= 0)
-    return found
+        lines.extend(line for line in sample_lines(path) if _step(line) >= 0)
+    return lines
 
 
 def _step(line: bytes) -> int:

@@ -19,9 +19,9 @@ from qerl.tracking.report.curve import (
 
 
 def polylines(svg):
-    """(class, points) of each line of each path."""
+    """(class, points) of each line of each path that is shown."""
     found = re.findall(r'<path class="([^"]*)" d="([^"]*)"', svg)
-    lines = [(name, line.split()) for name, d in found for line in d.split("M")[1:]]
+    lines = [(name, line.split()) for name, d in found if "off" not in name for line in d.split("M")[1:]]
     return [(name, [tuple(map(float, pair.split(","))) for pair in pairs]) for name, pairs in lines]
 
 
@@ -105,16 +105,29 @@ def test_no_mean_reaches_across_the_start_of_noise_and_the_start_is_marked():
     assert [means[-1][1] for means in smoothed(points)] == [1.0] and 0 < smoothed(points)[0][99][1] < 1
     svg = curve(points, breaks={100: "noise"})
     assert [name for name, _ in polylines(svg)] == ["curve raw", "curve", "curve"]
-    assert ">noise</text>" in svg and 'data-x="100"' in svg and ">noise<" not in curve(points)
+    x = f"{50 + 420 * 100 / 299:.1f}"
+    assert ">noise</text>" in svg and f'<path d="M{x},' in svg and ">noise<" not in curve(points)
 
 
 def test_a_long_curve_brings_its_means_for_another_smoothing():
     points = [(i, float(i % 10 == 0)) for i in range(6000)]
-    (entry,) = chart_data([Series(label="a", run_index=0, points=points, breaks={9.0: "noise"})])
-    assert len(entry["points"]) == MAX_POINTS and len(entry["means"]) == MAX_POINTS // 2
-    assert {mean for _, mean in entry["means"]} == {0.1} and entry["breaks"] == [9.0]
-    (entry,) = chart_data([Series(label="a", run_index=0, points=points, mark="exact")])
-    assert "means" not in entry and "smooth" not in entry
+    one = Series(label="a", run_index=0, points=points, breaks={9.0: "noise"})
+    (entry,) = chart_data([one])
+    assert len(entry["points"]) == MAX_POINTS
+    means = re.findall(r'd="M([^"]*)" data-reach="([0-9]+)"', curves_svg("t", [one]))
+    assert [int(reach) for _, reach in means] == [120, 60, 30, 12]
+    for reach in (120, 60, 30, 12):
+        first, second = smoothed(points, [9.0], reach)
+        assert 300 <= len(first + second) <= 310 and (first[-1][0], second[0][0]) == (8, 9)
+        assert {round(mean, 2) for x, mean in second if 600 < x < 5400} == {0.1}
+    assert "data-reach" not in curve(points, mark="exact")
+
+
+def test_a_curve_brings_only_the_means_that_reach_beyond_a_step():
+    drawn = [curve([(i, i) for i in range(num_steps)]) for num_steps in (11, 12, 30, 59, 60)]
+    reaches = [re.findall('data-reach="([0-9]+)"', svg) for svg in drawn]
+    assert reaches == [[], ["12"], ["30", "12"], ["30", "12"], ["60", "30", "12"]]
+    assert [name for name, _ in polylines(drawn[3])] == ["curve"]
 
 
 def test_dots_are_joined_only_if_asked_and_have_error_bars():

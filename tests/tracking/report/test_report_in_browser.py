@@ -1,4 +1,4 @@
-"""The report in a real browser: its controls redraw what curve.py drew, without an error."""
+"""The report in a real browser: its controls move what curve.py drew, without an error."""
 
 import itertools
 import json
@@ -12,14 +12,14 @@ from tracking.dashboard import browser
 pytestmark = pytest.mark.skipif(browser.PATH is None, reason="no Chromium (apt-get install chromium)")
 NUM_STEPS = 120
 FIRST = "document.querySelector('[data-part=charts] svg')"
-CURVE = f"{FIRST}.querySelector('.curve:not(.raw)').getAttribute('d')"
+CURVE = f"{FIRST}.querySelector('.curve:not(.raw, .off)').getAttribute('d')"
 PROMPT = (
     "<|im_start|>system\nBe <b>brief</b>.<|im_end|>\n<|im_start|>user\nHow many?<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
 AXIS = "document.querySelector('[name=axis][value=\"{}\"]').click()"
 DRAWN = """[...document.querySelectorAll('[data-part] svg')].map((svg) => [...svg.querySelectorAll(
-  'path, circle, polygon, .break, .x text')].map((s) => ['d', 'cx', 'points', 'transform', 'x'].map((a) =>
+  'path, circle, polygon, .break text, .x text')].map((s) => ['d', 'cx', 'points', 'class', 'x'].map((a) =>
   (s.getAttribute(a) ?? '').replace(/\\d+\\.\\d+/g, (n) => Math.round(n))).join(' ') + s.textContent))"""
 
 
@@ -73,7 +73,7 @@ def points(tab):
     return [[tuple(map(float, pair.split(","))) for pair in line] for line in lines]
 
 
-def test_the_script_redraws_what_the_page_came_with(report):
+def test_the_script_restores_what_the_page_came_with(report):
     before = report.value(DRAWN)
     assert sum(map(len, before)) > 50
     choose(report, "#smoothing", 0)

@@ -8,10 +8,11 @@ running batch; an episode that waits for a tool has no row in it.
 """
 
 import contextlib
-import hmac
+import hashlib
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from starlette.requests import Request
@@ -22,7 +23,7 @@ from qerl.config.options import ServeOptions
 from qerl.errors import RunError
 from qerl.serve.agents.parser import EpisodeParser, OpenEpisode
 from qerl.serve.agents.record import EpisodeRecord
-from qerl.serve.app import make_app
+from qerl.serve.app import has_key, make_app
 from qerl.serve.batcher import Batcher, PromptTokens
 from qerl.serve.fields import ApiError
 from qerl.serve.loaded_model import LoadedModel
@@ -39,14 +40,14 @@ _START_TIMEOUT_S = 60.0
 class Endpoint:
     def __init__(self, model: LoadedModel, config: AgentConfig):
         self._config, self._model = config, model
-        most = config.max_concurrent
+        max_episodes = config.max_concurrent
         options = ServeOptions(
             port=0,
             max_body_bytes=config.max_body_bytes,
             max_prompt_tokens=model.max_positions - 1,
             max_tokens=model.max_positions,  # more than the longest answer is cut, not refused
-            max_waiting=64 * most,
-            max_connections=4 * most + _NUM_OTHER_CONNECTIONS,
+            max_waiting=64 * max_episodes,
+            max_connections=4 * max_episodes + _NUM_OTHER_CONNECTIONS,
             keep_alive_timeout_s=config.episode_timeout_s,
         )
         self._parser = RequestParser(model=model, options=options, name=MODEL_NAME)
@@ -72,11 +73,9 @@ class Endpoint:
 
     def start(self) -> None:
         self._thread.start()
-        deadline = threading.Event()
-        for _ in range(int(_START_TIMEOUT_S / 0.01)):
-            if self._server.started or not self._thread.is_alive():
-                break
-            deadline.wait(0.01)
+        end_s = time.monotonic() + _START_TIMEOUT_S
+        while not self._server.started and self._thread.is_alive() and time.monotonic() < end_s:
+            time.sleep(0.01)
         if not self._server.started:
             raise RunError("the agents' endpoint could not be started; see the lines above")
 
@@ -133,15 +132,11 @@ class Endpoint:
         episode = self._episodes.get(number)
         if episode is None and 0 <= number < self._next_number:
             raise ApiError(410, f"episode {number} is over: its key is invalid now", code="episode_over")
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        key = episode.api_key if episode is not None else secrets.token_urlsafe(24)
-        if not hmac.compare_digest(given.strip().encode(), key.encode()) or scheme.lower() != "bearer":
+        key = secrets.token_urlsafe(24) if episode is None else episode.api_key
+        if not has_key(request, hashlib.sha256(key.encode()).digest()):
             raise ApiError(401, f"this is not the key of episode {number}", code="invalid_api_key")
         assert episode is not None
-        request.state.parser = self._parser_of(episode)
-
-    def _parser_of(self, episode: OpenEpisode) -> EpisodeParser:
-        return EpisodeParser(
+        request.state.parser = EpisodeParser(
             model=self._model,
             options=self._parser.options,
             name=MODEL_NAME,

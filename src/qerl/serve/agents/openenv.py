@@ -131,8 +131,7 @@ class OpenEnvAgent:
             yield session
         except TimeoutError:  # its connection is closed: the late answer would be taken for the next one
             limit_s = self._limits.get("message_timeout_s")
-            after = "" if limit_s is None else f" after {limit_s:g} s"
-            message = f"the environment did not answer{after}"
+            message = "the environment did not answer" + ("" if limit_s is None else f" after {limit_s:g} s")
             raise InvalidReturn("over the tool's deadline", message) from None
         except Exception as error:
             if process is not None and (code := await _exit_code(process)) is not None:
@@ -162,19 +161,10 @@ class OpenEnvAgent:
         module, _, app = self._place.rpartition(":")
         path = Path(module)
         folder, name = (path.parent, path.stem) if module.endswith(".py") else (Path(), module)
-        command = [
-            sys.executable,
-            "-m",
-            "uvicorn",
-            f"{name}:{app}",
-            "--port",
-            str(port),
-            "--app-dir",
-            str(folder),
-        ]
+        options = ["--port", str(port), "--app-dir", str(folder), "--log-level", "warning"]
         libc = ctypes.CDLL(None)  # loaded before the fork
         self._process = subprocess.Popen(
-            [*command, "--log-level", "warning"],
+            [sys.executable, "-m", "uvicorn", f"{name}:{app}", *options],
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         url = f"http://127.0.0.1:{port}"

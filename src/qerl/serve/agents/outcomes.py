@@ -34,7 +34,7 @@ class OutcomePipe:
     def __init__(self):
         self._read_end, self._write_end = os.pipe()
         self._changed = threading.Condition()
-        self._call, self._on_end = 0, _ignore
+        self._call, self._on_end = 0, lambda index: None
         self.begun_s: dict[int, float] = {}
         """The time at which each episode of this call began, by the monotonic clock."""
         self.ended_s: dict[int, float] = {}
@@ -93,9 +93,6 @@ class OutcomePipe:
         self.ended_s[index] = time.monotonic()
         self.outcomes[index] = Outcome(reward=reward, failure=failure and Failure(*failure), metrics=metrics)
         self._on_end(index)
-
-
-def _ignore(index: int) -> None: ...
 
 
 def _line(values: list[Any]) -> bytes:

@@ -120,8 +120,8 @@ class EpisodeParser(RequestParser):
 
     def _sampling(self, body: RequestBody) -> Sampling:
         run, asked = self.episode.sampling, super()._sampling(body)
-        most = min(asked.max_tokens, run.max_tokens)
-        return dataclasses.replace(run, max_tokens=most, stop=tuple(dict.fromkeys((*run.stop, *asked.stop))))
+        stop = tuple(dict.fromkeys((*run.stop, *asked.stop)))
+        return dataclasses.replace(run, max_tokens=min(asked.max_tokens, run.max_tokens), stop=stop)
 
 
 def _reply(asked: CompletionRequest, sample: Sample) -> Message:

@@ -46,7 +46,7 @@ class RecordedCall:
     digest: str
     """Digest of the messages and of what else the prompt is made of."""
     parent: "RecordedAnswer | None"
-    given: Sequence[Message]
+    added: Sequence[Message]
     """Messages since the parent's answer."""
     answered: AnsweredCall | None = None
     """The same as a branch plays it again; None before it has begun."""
@@ -77,7 +77,8 @@ class EpisodeRecord:
         self.replay, self.sample_index = replay, sample_index
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._calls: list[AnsweredCall] = []
+        self.calls: list[AnsweredCall] = []
+        """The calls, with their answers once the episode is over."""
         self._num_calls = 0
         self._answers: list[RecordedAnswer] = []
         self._by_messages: dict[str, list[RecordedAnswer]] = {}
@@ -85,10 +86,6 @@ class EpisodeRecord:
         self._tool_results: dict[tuple[str, str], None] = {}
         self._prompts: dict[bytes, int] = {}
         self._num_running, self._running_since, self._busy_s = 0, 0.0, 0.0
-
-    @property
-    def num_calls(self) -> int:
-        return self._num_calls
 
     @property
     def num_answers(self) -> int:
@@ -105,12 +102,7 @@ class EpisodeRecord:
     @property
     def turn_starts(self) -> tuple[int, ...]:
         """Numbers of tokens sampled before each answer from which a branch may begin."""
-        return tuple(turn_starts(self._calls))
-
-    @property
-    def calls(self) -> list[AnsweredCall]:
-        """The calls with their answers, once the episode is over."""
-        return self._calls
+        return tuple(turn_starts(self.calls))
 
     @property
     def busy_s(self) -> float:
@@ -133,9 +125,9 @@ class EpisodeRecord:
 
     def begin(self, call: RecordedCall, pending: PendingRequest) -> None:
         with self._lock:
-            may_branch = all(each.can_replay for each in self._calls)
+            may_branch = all(each.can_replay for each in self.calls)
             call.answered = AnsweredCall.of(pending, may_branch=may_branch)
-            self._calls.append(call.answered)
+            self.calls.append(call.answered)
             self._num_running += 1
             if self._num_running == 1:
                 self._running_since = time.monotonic()
@@ -155,27 +147,23 @@ class EpisodeRecord:
         """Return the call with the prompt that the model gets. rendered_T: the prompt as the chat template or
         the tokenizer has it. variables: further ones of the template, such as tools."""
         with self._lock:
-            number, parent, prompt_T, given = self._num_calls, None, rendered_T, messages or ()
-            digest = ""
+            parent, prompt_T, added, digest = None, rendered_T, messages or (), ""
             if messages is not None:
                 *prefixes, (_, digest) = _digests(messages, variables or {})
-                parent, prompt_T, given = self._continued(messages, prefixes, variables or {}) or (
-                    None,
-                    rendered_T,
-                    messages,
-                )
+                if (found := self._continued(messages, prefixes, variables or {})) is not None:
+                    parent, prompt_T, added = found
             parent = parent or self._with_prefix(rendered_T)
-            for message in given:
+            for message in added:
                 if message["role"] == "tool":
                     key = str(message.get("tool_call_id") or ""), str(message["content"])
                     self._tool_results[key] = None
             return RecordedCall(
-                number=number,
+                number=self._num_calls,
                 prompt_T=prompt_T,
                 messages=messages,
                 digest=digest,
                 parent=parent,
-                given=given,
+                added=added,
             )
 
     def _continued(
@@ -183,10 +171,10 @@ class EpisodeRecord:
     ) -> tuple[RecordedAnswer, list[int], Sequence[Message]] | None:
         """Return the answer that the messages continue, their prompt, and the messages after the answer."""
         for end, digest in reversed(prefixes):
-            found, rest = self._by_messages.get(digest, []), messages[end:]
-            if not found or rest[-1]["role"] == "assistant":
+            answers, rest = self._by_messages.get(digest, []), messages[end:]
+            if not answers or rest[-1]["role"] == "assistant":
                 continue
-            answer = next((each for each in found if each.child is None), found[-1])
+            answer = next((each for each in answers if each.child is None), answers[-1])
             ended_by = special_end(self._tokenizer, answer.sample.tokens_T)
             try:
                 between_T = chat_reply_tokens(self._tokenizer, list(rest), ended_by, variables)
@@ -198,12 +186,12 @@ class EpisodeRecord:
     def _with_prefix(self, prompt_T: list[int]) -> RecordedAnswer | None:
         """Return the longest answer whose prompt and tokens the prompt begins with."""
         lengths = sorted({length for length, _ in self._by_tokens if length < len(prompt_T)})
-        found, digest, start, values = None, hashlib.blake2b(), 0, array("q", prompt_T)
+        answer, digest, start, values = None, hashlib.blake2b(), 0, array("q", prompt_T)
         for length in lengths:
             digest.update(values[start:length].tobytes())
             start = length
-            found = self._by_tokens.get((length, digest.copy().digest())) or found
-        return found
+            answer = self._by_tokens.get((length, digest.copy().digest())) or answer
+        return answer
 
     def add(self, call: RecordedCall, choice: int, sample: Sample, reply: Message | None) -> None:
         """Record an answer. reply: the message that the client gets; None for a plain text."""
@@ -217,7 +205,9 @@ class EpisodeRecord:
             all_T = array("q", answer.all_T)
             self._by_tokens.setdefault((len(all_T), hashlib.blake2b(all_T.tobytes()).digest()), answer)
             if reply is not None and call.messages and call.messages[-1]["role"] != "assistant":
-                for echo in {_text_of(each): each for each in _echoes(reply)}.values():
+                # Some clients leave out the text beside calls when they send an answer back.
+                echoes = [reply, {**reply, "content": ""}] if reply.get("tool_calls") else [reply]
+                for echo in {_text_of(each): each for each in echoes}.values():
                     key = _next_digest(call.digest, echo)
                     self._by_messages.setdefault(key, []).append(answer)
 
@@ -247,8 +237,8 @@ class EpisodeRecord:
                 routes=_joined_routes(chain),
                 messages=[each for answer in whole for each in _shown(answer)],
             )
-            own = dataclasses.replace(prompt, text="", tokens_T=first.prompt_T, messages=None)
-            parts.append(Group(prompt=own, samples_G=[sample]))
+            row_prompt = dataclasses.replace(prompt, text="", tokens_T=first.prompt_T, messages=None)
+            parts.append(Group(prompt=row_prompt, samples_G=[sample]))
         return parts
 
 
@@ -258,11 +248,8 @@ def _following(answers: list[RecordedAnswer]) -> dict[RecordedAnswer, RecordedAn
     for answer in answers:
         if answer.call.parent is not None:
             continued.setdefault(answer.call.parent, []).append(answer)
-    return {parent: min(each, key=_content) for parent, each in continued.items()}
-
-
-def _content(answer: RecordedAnswer) -> tuple[list[int], list[int], int]:
-    return answer.call.prompt_T, answer.sample.tokens_T, answer.choice
+    content = lambda answer: (answer.call.prompt_T, answer.sample.tokens_T, answer.choice)  # noqa: E731
+    return {parent: min(each, key=content) for parent, each in continued.items()}
 
 
 def _begins(answer: RecordedAnswer, following: Mapping[RecordedAnswer, RecordedAnswer]) -> bool:
@@ -283,10 +270,10 @@ def _joined(chain: list[RecordedAnswer]) -> tuple[list[int], tuple[range, ...]]:
     """Return the tokens after the first prompt, and the spans among them that were given."""
     tokens_T, spans, start = [], [], len(chain[0].call.prompt_T)
     for answer in chain:
-        given_T = answer.call.prompt_T[start + len(tokens_T) :]
-        if given_T:
-            spans.append(range(len(tokens_T), len(tokens_T) + len(given_T)))
-        tokens_T += given_T + answer.sample.tokens_T
+        added_T = answer.call.prompt_T[start + len(tokens_T) :]
+        if added_T:
+            spans.append(range(len(tokens_T), len(tokens_T) + len(added_T)))
+        tokens_T += added_T + answer.sample.tokens_T
     return tokens_T, tuple(spans)
 
 
@@ -297,8 +284,8 @@ def _joined_sets(chain: list[RecordedAnswer]) -> AllowedTokens | None:
     sets, set_C = dict[bytes, int](), list[int | None]()
     for sample in (answer.sample for answer in chain):
         allowed = sample.allowed or AllowedTokens((), [None] * len(sample.logprobs_T))
-        own = [sets.setdefault(bits, len(sets)) for bits in allowed.sets]
-        set_C += [None if index is None else own[index] for index in allowed.set_C]
+        indices = [sets.setdefault(bits, len(sets)) for bits in allowed.sets]
+        set_C += [None if index is None else indices[index] for index in allowed.set_C]
     return AllowedTokens(tuple(sets), set_C)
 
 
@@ -316,7 +303,7 @@ def _joined_routes(chain: list[RecordedAnswer]) -> bytes | None:
 
 def _shown(answer: RecordedAnswer) -> Iterator[dict[str, str]]:
     """Yield the messages since the answer before this one, and the answer, for people to read."""
-    for message in answer.call.given:
+    for message in answer.call.added:
         calls = [json.dumps(each["function"], ensure_ascii=False) for each in message.get("tool_calls", ())]
         yield {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *calls]))}
     yield {"role": "assistant", "content": answer.sample.text}
@@ -326,7 +313,7 @@ def _digests(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[
     """Return (number of messages, digest of these) for each beginning that ends with an answer of the model,
     and for all messages. Messages of the assistant that follow each other are one: an API that has an item
     for every part of an answer sends it back so."""
-    digest, found = _text_of(dict(variables)), list[tuple[int, str]]()
+    digest, digests = _text_of(dict(variables)), list[tuple[int, str]]()
     merged: dict[str, Any] | None = None
     for number, message in enumerate(messages, 1):
         if message["role"] == "assistant":
@@ -335,21 +322,16 @@ def _digests(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[
             if not is_last:
                 continue
             digest, merged = _next_digest(digest, merged), None
-            found.append((number, digest))
+            digests.append((number, digest))
         else:
             digest = _next_digest(digest, message)
-    return [*found, (len(messages), digest)]
+    return [*digests, (len(messages), digest)]
 
 
 def _merged(before: dict[str, Any] | None, message: Message) -> dict[str, Any]:
     calls = [*(before or {}).get("tool_calls", ()), *message.get("tool_calls", ())]
     content = (before or {}).get("content", "") + message["content"]
     return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
-
-
-def _echoes(reply: Message) -> list[Message]:
-    """Return the forms in which clients send an answer back: some leave out the text beside calls."""
-    return [reply, {**reply, "content": ""}] if reply.get("tool_calls") else [reply]
 
 
 def _next_digest(digest: str, message: Message) -> str:

@@ -99,11 +99,11 @@ class Replay:
         """Return the recorded answers to the next call; None from the pivot on. Raise ApiError if it is not a
         call of the recorded ones. Calls that ran beside each other may come in another order."""
         asked = AnsweredCall.of(pending, may_branch=False)
-        found = next((call for call in self._left if call.is_same(asked)), None)
-        self._is_other |= bool(self._left) and found is None
+        recorded = next((call for call in self._left if call.is_same(asked)), None)
+        self._is_other |= bool(self._left) and recorded is None
         if self._is_other:
             raise ApiError(400, _OTHER_CALLS.message, code="not_deterministic")
-        if found is None:
+        if recorded is None:
             return None
-        self._left.remove(found)
-        return [found.samples[choice] for choice in range(found.num_choices)]
+        self._left.remove(recorded)
+        return [recorded.samples[choice] for choice in range(recorded.num_choices)]

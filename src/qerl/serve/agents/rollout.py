@@ -98,16 +98,12 @@ class AgentPool:
             while calls:
                 lost = self._run(calls)
                 pipe.drain(len(episodes) if lost is None else 0)
-                outcomes = pipe.outcomes
-                for call in calls:
-                    if call.index in pipe.begun_s and call.index not in outcomes:
-                        outcomes[call.index] = Outcome(failure=lost or _UNREPORTED)
-                        endpoint.close_episode(episodes[call.index])
-                left = [call for call in calls if call.index not in outcomes]
-                if len(left) == len(calls):  # the process cannot even begin
-                    outcomes |= {call.index: Outcome(failure=lost or _UNREPORTED) for call in left}
-                    left = []
-                calls = left
+                known = {*pipe.begun_s, *pipe.outcomes}
+                ended = {call.index for call in calls} & known or {call.index for call in calls}
+                for index in ended - pipe.outcomes.keys():  # all of them if the process cannot even begin
+                    pipe.outcomes[index] = Outcome(failure=lost or _UNREPORTED)
+                    endpoint.close_episode(episodes[index])
+                calls = [call for call in calls if call.index not in ended]
         begun_s, ended_s = pipe.begun_s, pipe.ended_s
         seconds = [ended_s.get(i, 0.0) - begun_s.get(i, 0.0) for i in range(len(records))]
         return [pipe.outcomes[i] for i in range(len(records))], seconds

@@ -63,11 +63,11 @@ def outcome(episode: Any, base_url: str) -> dict[str, float]:
             )
     if not trained:
         raise RunError("the environment ran no seat that is trained")
-    found = [
+    metrics = [
         {**{name: each.value for name, each in trace.rewards.items()}, **trace.metrics} for trace in trained
     ]
-    names = dict.fromkeys(name for values in found for name in values)
-    means = {name: _mean([values[name] for values in found if name in values]) for name in names}
+    names = dict.fromkeys(name for values in metrics for name in values)
+    means = {name: _mean([values[name] for values in metrics if name in values]) for name in names}
     return {**means, "reward": _mean([trace.reward for trace in trained])}
 
 

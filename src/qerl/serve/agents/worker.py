@@ -85,10 +85,8 @@ class AgentWorker:
         late = InvalidReturn(
             "over the step's deadline", f"not done {self._config.step_timeout_s} s after the first"
         )
-        if call.ends_s is None:
-            self._pipe.say_begun(call.call, call.index)
-            return await self._result(call)
-        if (left_s := call.ends_s - time.monotonic()) <= 0:
+        left_s = None if call.ends_s is None else call.ends_s - time.monotonic()
+        if left_s is not None and left_s <= 0:
             raise late
         self._pipe.say_begun(call.call, call.index)
         clock = asyncio.timeout(left_s)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.tasks.code import syscalls
+from qerl.tasks.worker_process import num_tasks
 
 NOBODY = 65534
 MAX_TASKS = 64
@@ -70,7 +71,7 @@ def confine_settings(backend: Backend, box: Box, *, cpu_s: int, memory_bytes: in
         "user": box.user,
         "seccomp": syscalls.seccomp_filter(machine).hex() if is_known else "",
         "required": backend.required,
-        "num_other_tasks": 0 if _is_its_own(box.user) else _num_tasks(),
+        "num_other_tasks": 0 if (box.user or 0) >= _FIRST_USER else num_tasks(),
         "limits": {
             "RLIMIT_CPU": cpu_s,
             "RLIMIT_AS": memory_bytes,
@@ -85,17 +86,15 @@ def confine_settings(backend: Backend, box: Box, *, cpu_s: int, memory_bytes: in
 @functools.cache
 def _readable() -> list[str]:
     """Return the interpreter's files: standard library, packages, shared libraries, time zones."""
-    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    own += [*site.getsitepackages(), *(f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix))]
+    python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    python += [
+        *site.getsitepackages(),
+        *(f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix)),
+    ]
     system = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/nix/store", "/gnu/store"]
     system += ["/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom"]
-    found = sorted({os.path.normpath(path) for path in own + system if os.path.exists(path)})
-    return [path for path in found if not any(path.startswith(f"{other}/") for other in found)]
-
-
-def _num_tasks() -> int:
-    """Return the number of tasks on the machine: at least that of the user's."""
-    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    paths = sorted({os.path.normpath(path) for path in python + system if os.path.exists(path)})
+    return [path for path in paths if not any(path.startswith(f"{other}/") for other in paths)]
 
 
 def _new_user() -> int | None:
@@ -107,10 +106,6 @@ def _new_user() -> int | None:
     lines = Path("/proc/self/uid_map").read_text().splitlines()
     spans = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
     return user if any(first <= user < first + count for first, count in spans) else NOBODY
-
-
-def _is_its_own(user: int | None) -> bool:
-    return user is not None and user >= _FIRST_USER
 
 
 @contextmanager

@@ -87,24 +87,18 @@ class _Server:
         self._stream.flush()
 
     def _answer(self, target: int, action: str, arguments: Any) -> dict[str, Any]:
-        subject, given = self._objects[target], self._decode(arguments, self._known)
+        subject, values = self._objects[target], self._decode(arguments, self._known)
         if action == "call":
-            value = subject(*given[0], **given[1])
+            value = subject(*values[0], **values[1])
             if isinstance(value, types.GeneratorType | map | filter | zip | range):
                 value = list(value)
-            after = self._encode(list(given[0]), self._kept)
+            after = self._encode(list(values[0]), self._kept)
             return {"value": self._encode(value, self._kept), "arguments": after}
         actions = {"attribute": getattr, "item": operator.getitem, "equal": lambda a, b: bool(a == b)}
         actions |= {"set_attribute": setattr, "set_item": operator.setitem, "await": self._awaited}
-        actions |= {
-            "is_instance": lambda kind, value: isinstance(value, kind),
-            "len": len,
-            "list": list,
-            "str": str,
-            "repr": repr,
-            "bool": bool,
-        }
-        return {"value": self._encode(actions[action](subject, *given), self._kept)}
+        actions |= {kind.__name__: kind for kind in (len, list, str, repr, bool)}
+        actions["is_instance"] = lambda kind, value: isinstance(value, kind)
+        return {"value": self._encode(actions[action](subject, *values), self._kept)}
 
     def _known(self, name: str, index: int) -> Any:
         return self._objects[index] if name == "remote" else functools.partial(self._call_back, index)
@@ -171,10 +165,8 @@ def main() -> None:
         os.close(result)
         _load(settings["source"], "__main__")
     elif mode == "call":
-        value = _function(_load(settings["source"], "sample"), settings["function"])(
-            *decode(settings["arguments"])
-        )
-        os.write(result, json.dumps(encode(value)).encode())
+        function = _function(_load(settings["source"], "sample"), settings["function"])
+        os.write(result, json.dumps(encode(function(*decode(settings["arguments"])))).encode())
     elif mode == "serve":
         os.close(result)
         _Server(stream, _load(settings["source"], "sample"), encode, decode).run()

@@ -195,7 +195,7 @@ class Fixtures(contextlib.ExitStack):
 
 def capsys() -> Iterator[Any]:
     """Yield what pytest's capsys does: readouterr() returns the text since its last call."""
-    kept, sys.stdout = sys.stdout, io.StringIO()
+    stdout, sys.stdout = sys.stdout, io.StringIO()
 
     def readouterr() -> Any:
         text, sys.stdout = sys.stdout.getvalue(), io.StringIO()  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ def capsys() -> Iterator[Any]:
     try:
         yield types.SimpleNamespace(readouterr=readouterr)
     finally:
-        sys.stdout = kept
+        sys.stdout = stdout
 
 
 def module() -> types.ModuleType:

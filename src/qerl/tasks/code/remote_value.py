@@ -48,8 +48,8 @@ class Connection:
         return self._exception(name) if name in self._exceptions else self.request(0, "item", name)
 
     def request(self, index: int, action: str, *arguments: Any) -> Any:
-        given = encode([*arguments], self._argument)
-        send(self._stream, {"target": index, "action": action, "arguments": given})
+        encoded = encode([*arguments], self._argument)
+        send(self._stream, {"target": index, "action": action, "arguments": encoded})
         answer = self._receive()
         while "callback" in answer:
             send(self._stream, self._called(answer))
@@ -74,9 +74,8 @@ class Connection:
             value = self._callbacks[request["callback"]](*arguments, **keywords)
             return {"result": encode(value, _reference)}
         except Exception as error:
-            return {
-                "raised": type(error).__name__ if type(error).__module__ == "builtins" else "RuntimeError"
-            }
+            is_builtin = type(error).__module__ == "builtins"
+            return {"raised": type(error).__name__ if is_builtin else "RuntimeError"}
 
     def _argument(self, value: Any) -> Any:
         """Return what stands for an argument that is not plain data."""

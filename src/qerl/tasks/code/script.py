@@ -19,26 +19,12 @@ from collections.abc import Iterator
 
 from qerl.tasks.code import assertions, pytest_stub
 
-_LIBRARY = {
-    "np": "numpy",
-    "numpy": "numpy",
-    "pd": "pandas",
-    "pandas": "pandas",
-    "pytest": "pytest",
-    "isclose": "math:isclose",
-    "sqrt": "math:sqrt",
-    "Counter": "collections:Counter",
-    "OrderedDict": "collections:OrderedDict",
-    "defaultdict": "collections:defaultdict",
-    "deque": "collections:deque",
-    "Decimal": "decimal:Decimal",
-    "Fraction": "fractions:Fraction",
-    "StringIO": "io:StringIO",
-    "datetime": "datetime:datetime",
-    "timedelta": "datetime:timedelta",
-    "reduce": "functools:reduce",
-    "List": "typing:List",
-}
+_LIBRARY = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "pytest": "pytest"}
+_LIBRARY |= {name: f"math:{name}" for name in ("isclose", "sqrt")}
+_LIBRARY |= {name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")}
+_LIBRARY |= {name: f"datetime:{name}" for name in ("datetime", "timedelta")}
+_LIBRARY |= {"Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction", "StringIO": "io:StringIO"}
+_LIBRARY |= {"reduce": "functools:reduce", "List": "typing:List"}
 """Names that tests use as if they were imported. They must not be the program's, which could forge them."""
 _MOCKS = ("patch", "Mock", "MagicMock", "AsyncMock", "PropertyMock")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -130,26 +116,28 @@ def _free_names(text: str) -> set[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         top = symtable.symtable(text, "test.py", "exec")
-    own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    defined = {
+        symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+    }
     used: set[str] = set()
     tables = [top]
     for table in tables:
         tables += table.get_children()
         for symbol in table.get_symbols():
             if table is not top and symbol.is_declared_global() and symbol.is_assigned():
-                own.add(symbol.get_name())
+                defined.add(symbol.get_name())
             if symbol.is_referenced() and (table is top or symbol.is_global()):
                 used.add(symbol.get_name())
-    return {name for name in used - own if not (name.startswith("__") and name.endswith("__"))}
+    return {name for name in used - defined if not (name.startswith("__") and name.endswith("__"))}
 
 
 def _sorted_out(free: set[str], called: set[str], entry_point: str | None) -> tuple[set[str], dict[str, str]]:
     """Return the program's names among the free ones, and what the others are imported from."""
-    own = free & {entry_point}
-    modules = (free & sys.stdlib_module_names) - called - own
-    imports = {name: _LIBRARY[name] for name in free & _LIBRARY.keys() - own}
+    entry = free & {entry_point}
+    modules = (free & sys.stdlib_module_names) - called - entry
+    imports = {name: _LIBRARY[name] for name in free & _LIBRARY.keys() - entry}
     imports |= {name: name for name in modules}
-    return own | (free - set(dir(builtins)) - imports.keys()), imports
+    return entry | (free - set(dir(builtins)) - imports.keys()), imports
 
 
 def _tested_builtin(called: set[str]) -> set[str]:
@@ -176,9 +164,8 @@ def _modules(node: ast.AST) -> list[str]:
 
 
 def _refuse_missing(tree: ast.Module, imports: dict[str, str]) -> None:
-    used = {name for node in tree.body for name in _modules(node)} | {
-        path.partition(":")[0] for path in imports.values()
-    }
+    used = {name for node in tree.body for name in _modules(node)}
+    used |= {path.partition(":")[0] for path in imports.values()}
     for name in sorted(used - {"solution", "pytest"}):
         if not _is_installed(name):
             raise ValueError(f"the test imports {name!r}, which is not installed")

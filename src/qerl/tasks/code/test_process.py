@@ -180,9 +180,9 @@ def _run_class(kind: type, known: dict[str, Any]) -> None:
     for name in (name for name in dir(kind) if name.startswith("test")):
         tested = kind()
         methods = {each: getattr(tested, each) for each in dir(kind) if not each.startswith("__")}
-        own = {each: method for each, method in methods.items() if _is_fixture(method)}
+        fixtures = {each: method for each, method in methods.items() if _is_fixture(method)}
         _call(tested, "setup_method", methods[name])
-        _run_function(methods[name], known | own)
+        _run_function(methods[name], known | fixtures)
         _call(tested, "teardown_method", methods[name])
     _call(kind, "teardown_class")
 

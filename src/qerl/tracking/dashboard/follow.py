@@ -105,7 +105,8 @@ class RunFollower:
                 self._offsets.setdefault(record["step"], []).append(offset)
         self._read_older()
         is_void, lines = self._events.read_new()
-        texts = [_event_text(record) for _, record in lines if "checkpoint" not in record]
+        events = [record for _, record in lines if "checkpoint" not in record]
+        texts = [f"{_time_of_day(each.get('wall_time'))}{each.get('text', '')}" for each in events]
         self._notices = ([] if is_void else self._notices)[-_NUM_NOTICES:] + texts[-_NUM_NOTICES:]
         damaged = [file for file in (self._metrics, self._samples) if file.damaged]
         self._damage = [damage_notice(file.path.name, file.damaged) for file in damaged]
@@ -163,11 +164,8 @@ class RunFollower:
         return {"state": state, "text": ", ".join(words), "done": share}
 
 
-def _event_text(event: dict[str, Any]) -> str:
-    return f"{_time_of_day(read.number(event.get('wall_time')))}{event.get('text', '')}"
-
-
-def _time_of_day(at: float | None) -> str:
+def _time_of_day(value: Any) -> str:
+    at = read.number(value)
     try:
         return "" if at is None else time.strftime("%H:%M  ", time.localtime(at))
     except (OverflowError, ValueError, OSError):  # beyond the years that a clock knows

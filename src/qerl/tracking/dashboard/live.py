@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 from qerl.tracking.atomic_file import encode
 from qerl.tracking.dashboard.follow import RunFollower
 from qerl.tracking.dashboard.gpu import GpuMonitor
-from qerl.tracking.report import page, section
+from qerl.tracking.report import page
 
 POLICY = "; connect-src 'self'"
 
@@ -28,9 +28,9 @@ class LivePage:
     def page(self) -> bytes:
         with self._lock:
             parts, data = self._contents(self._refresh())
-        own = "qerl.tracking.dashboard"
-        style = page.asset("page.css") + page.asset("dashboard.css", own)
-        script = page.asset("page.js") + page.asset("dashboard.js", own)
+        package = "qerl.tracking.dashboard"
+        style = page.asset("page.css") + page.asset("dashboard.css", package)
+        script = page.asset("page.js") + page.asset("dashboard.js", package)
         runs = [follower.run() for follower in self._followers]
         text = page.document(runs, parts, data, style=style, script=script, policy=POLICY)
         return text.encode("utf-8", errors="backslashreplace")
@@ -68,6 +68,6 @@ class LivePage:
         return "-".join(follower.tag for follower in self._followers)
 
     def _contents(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
-        parts, charts = page.contents([follower.run() for follower in self._followers])
-        runs = [section.timeline(f.run()) | {"groups": [], "steps": f.steps()} for f in self._followers]
-        return parts, {"isLive": True, "tag": tag, "charts": charts, "runs": runs}
+        samples = [{"groups": [], "steps": follower.steps()} for follower in self._followers]
+        parts, data = page.contents([follower.run() for follower in self._followers], samples)
+        return parts, data | {"isLive": True, "tag": tag}

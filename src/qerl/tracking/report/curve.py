@@ -3,7 +3,8 @@
 position    x = left + (value - low) / (high - low) * width      of the logarithms on a log scale
 smoothed    mean of 2 r + 1 neighboring steps, r = steps // 60; the raw values are shapes behind it
 
-page.js redraws these shapes for another x axis or smoothing, with the same margins.
+Pages without a script show these shapes too, so page.js draws no curve: it moves the shapes to another x axis
+and shows the means of another strength, which a curve brings along.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from qerl.tracking.report.read import Points
@@ -19,7 +20,10 @@ from qerl.tracking.report.read import Points
 WIDTH, HEIGHT = 480, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 8, 24
 MAX_POINTS = 600
-_SMOOTH_FROM = 60
+_NORMAL = 60
+_REACHES = (120, _NORMAL, 30, 12)
+"""From light to strongest smoothing: r = steps // reach."""
+_MAX_MEANS = 300
 _LOG_FROM = 20.0
 """A log scale is used if the largest value is more than this many times the median; a small one does not."""
 _DODGE = 3.0
@@ -58,31 +62,34 @@ class AxisScale:
         return self.first_px + (self.warp(value) - low) / (high - low) * (self.last_px - self.first_px)
 
 
-def linear_ticks(low: float, high: float, most: int = 5) -> list[float]:
+def linear_ticks(low: float, high: float, max_ticks: int = 5) -> list[float]:
     """Return round numbers in [low, high] whose distance is 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / most
+    rough = (high - low) / max_ticks
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
 
-def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+def log_ticks(low: float, high: float, max_ticks: int = 5) -> list[float]:
     """Return powers of ten in [low, high]."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    return [10.0**i for i in range(first, last + 1, max(1, math.ceil((last - first + 1) / most)))]
+    return [10.0**i for i in range(first, last + 1, max(1, math.ceil((last - first + 1) / max_ticks)))]
 
 
-def smoothed(points: Points, breaks: Sequence[float] = ()) -> list[Points]:
-    """Return the means of each stretch between breaks, of values of that stretch alone."""
-    radius, stretches = len(points) // _SMOOTH_FROM, []
+def smoothed(points: Points, breaks: Sequence[float] = (), reach: int = _NORMAL) -> list[Points]:
+    """Return the means of each stretch between breaks, of values of that stretch alone.
+
+    A long curve has them at every few steps, and at the last step of the stretch.
+    """
+    radius, stride, stretches = len(points) // reach, max(1, len(points) // _MAX_MEANS), []
     for begin, end in itertools.pairwise([-math.inf, *breaks, math.inf]):
         stretch = [point for point in points if begin <= point[0] < end]
         sums = list(itertools.accumulate((y for _, y in stretch), initial=0.0))
         means = []
-        for i, (x, _) in enumerate(stretch):
+        for i in sorted({*range(0, len(stretch), stride), *range(len(stretch))[-1:]}):
             first, last = max(0, i - radius), min(len(stretch), i + radius + 1)
-            means.append((x, (sums[last] - sums[first]) / (last - first)))
+            means.append((stretch[i][0], (sums[last] - sums[first]) / (last - first)))
         stretches += [means] if means else []
     return stretches
 
@@ -91,13 +98,9 @@ def downsampled(points: Points) -> Points:
     """Return at most MAX_POINTS points: the lowest and the highest of each stretch, so that spikes stay."""
     if len(points) <= MAX_POINTS:
         return points
-    ordered = (sorted(stretch, key=lambda point: point[1]) for stretch in _stretches(points))
-    return [point for stretch in ordered for point in sorted({stretch[0], stretch[-1]})]
-
-
-def _stretches(points: Points) -> list[Points]:
     edges = [i * len(points) // (MAX_POINTS // 2) for i in range(MAX_POINTS // 2 + 1)]
-    return [points[first:last] for first, last in itertools.pairwise(edges)]
+    ordered = (sorted(points[a:b], key=lambda point: point[1]) for a, b in itertools.pairwise(edges))
+    return [point for stretch in ordered for point in sorted({stretch[0], stretch[-1]})]
 
 
 def number_text(value: float) -> str:
@@ -125,9 +128,8 @@ def curves_svg(
     ys += [y for one in series for _, *ends in one.band for y in ends]
     x_scale = _horizontal(min(xs), max(xs))
     is_log = min(ys) > 0 and max(ys) > _LOG_FROM * median(ys)
-    y_scale, ticks = _log_vertical(ys) if is_log else _linear_vertical(ys)
-    curves = [_curve(one, x_scale, y_scale) for one in series]
-    return _frame(title, x_scale, y_scale, ticks, "".join(curves), x_label)
+    y_scale = _vertical(min(ys) / 1.2, max(ys) * 1.2, math.log10) if is_log else _linear_vertical(ys)
+    return _frame(title, x_scale, y_scale, "".join(_curve(one, x_scale, y_scale) for one in series), x_label)
 
 
 def stacked_svg(
@@ -135,28 +137,21 @@ def stacked_svg(
 ) -> str:
     """Draw stacked layers on an axis from 0 to `last`; each bar reaches from the end before it to its own."""
     x_scale, y_scale = _horizontal(0.0, last), _vertical(0.0, high, float)
-    base, polygons = [0.0] * len(ends), []
-    edges = [0.0, *ends]
+    base, polygons, edges = [0.0] * len(ends), [], [0.0, *ends]
     for i, layer in enumerate(layers):
         top = [low + more for low, more in zip(base, layer, strict=True)]
         outline = [*_step_outline(edges, top), *reversed(_step_outline(edges, base))]
         points = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in outline)
         polygons += [f'<polygon class="layer p{i}" points="{points}"/>'] if any(layer) else []
         base = top
-    return _frame(title, x_scale, y_scale, linear_ticks(0.0, high), "".join(polygons), "step")
+    return _frame(title, x_scale, y_scale, "".join(polygons), "step")
 
 
 def chart_data(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """Return the values that the page's script redraws; of a long curve the means of its stretches too."""
-    data = []
-    for one in series:
-        points = [(x, rounded(y)) for x, y in downsampled(one.points)]
-        entry: dict[str, Any] = {"label": one.label, "run": one.run_index, "points": points}
-        entry |= {"smooth": True} if one.mark == "line" else {}
-        if one.mark == "line" and len(one.points) > MAX_POINTS:
-            entry["means"] = [(s[-1][0], rounded(fmean(y for _, y in s))) for s in _stretches(one.points)]
-        data.append(entry | ({"breaks": sorted(one.breaks)} if one.breaks else {}))
-    return data
+    """Return the values that the page's script shows beside the pointer."""
+    points = [[(x, rounded(y)) for x, y in downsampled(one.points)] for one in series]
+    named = zip(series, points, strict=True)
+    return [{"label": one.label, "run": one.run_index, "points": own} for one, own in named]
 
 
 def rounded(value: float) -> float:
@@ -173,18 +168,12 @@ def _vertical(low: float, high: float, warp: Callable[[float], float]) -> AxisSc
     return AxisScale(low=low, high=high, first_px=HEIGHT - BOTTOM, last_px=TOP, warp=warp)
 
 
-def _linear_vertical(ys: Sequence[float]) -> tuple[AxisScale, list[float]]:
+def _linear_vertical(ys: Sequence[float]) -> AxisScale:
     low, high = min(ys), max(ys)
     # An axis that nearly reaches zero starts at zero, so that differences keep their proportion.
     low = 0.0 if 0 < low < 0.4 * high else low
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-    low, high = (low - pad if low else low), high + pad
-    return _vertical(low, high, float), linear_ticks(low, high)
-
-
-def _log_vertical(ys: Sequence[float]) -> tuple[AxisScale, list[float]]:
-    low, high = min(ys) / 1.2, max(ys) * 1.2
-    return _vertical(low, high, math.log10), log_ticks(low, high)
+    return _vertical(low - pad if low else low, high + pad, float)
 
 
 def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
@@ -192,7 +181,7 @@ def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
         return [(x_scale(x), y_scale(y)) for x, y in points]
 
     points = placed(downsampled(one.points))
-    marks = "".join(_break(x_scale(x), x, text) for x, text in one.breaks.items())
+    marks = "".join(_break(x_scale(x), text) for x, text in one.breaks.items())
     if one.mark in ("dot", "ring"):
         shapes = _dots(one, points, [(x_scale(x), y_scale(low), y_scale(high)) for x, low, high in one.band])
         return _group(one, shapes)
@@ -201,10 +190,13 @@ def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
     edge = [(x, low) for x, low, _ in one.band] + [(x, high) for x, _, high in reversed(one.band)]
     outline = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed(edge))
     shade = f'<polygon class="band" points="{outline}"/>' if edge else ""
-    if one.mark == "exact" or len(one.points) < _SMOOTH_FROM:
-        return _group(one, shade + _path("curve", points) + marks)
-    means = [placed(downsampled(stretch)) for stretch in smoothed(one.points, sorted(one.breaks))]
-    return _group(one, shade + _path("curve raw", points) + _path("curve", *means) + marks)
+    reaches = [reach for reach in _REACHES if one.mark == "line" and len(one.points) >= reach]
+    lines = _path("curve raw" if _NORMAL in reaches else "curve", points)
+    for reach in reaches:
+        means = map(placed, smoothed(one.points, sorted(one.breaks), reach))
+        name = "curve" if reach == _NORMAL else "curve off"
+        lines += _path(name, *means, attributes=f' data-reach="{reach}"')
+    return _group(one, shade + lines + marks)
 
 
 def _group(one: Series, shapes: str) -> str:
@@ -222,27 +214,26 @@ def _dots(one: Series, points: Points, bars: Sequence[tuple[float, float, float]
     return line + (f'<g transform="translate({shift:g})">{moved}</g>' if shift else moved)
 
 
-def _break(x_px: float, x: float, why: str) -> str:
+def _break(x_px: float, why: str) -> str:
     """Mark a step; the text is on the side that has room."""
     dx, anchor = (4, "start") if x_px < WIDTH * 0.8 else (-4, "end")
-    text = f'<text x="{dx}" y="{TOP + 8}" text-anchor="{anchor}">{why}</text>'
-    line = f'<path d="M0,{TOP}V{HEIGHT - BOTTOM}"/>'
-    return f'<g class="break" data-x="{x:g}" transform="translate({x_px:.1f})">{line}{text}</g>'
+    text = f'<text x="{x_px:.1f}" dx="{dx}" y="{TOP + 8}" text-anchor="{anchor}">{why}</text>'
+    line = f'<path d="M{x_px:.1f},{TOP}V{HEIGHT - BOTTOM}"/>'
+    return f'<g class="break">{line}{text}</g>'
 
 
-def _path(name: str, *lines: Points) -> str:
+def _path(name: str, *lines: Points, attributes: str = "") -> str:
     d = "".join("M" + " ".join(f"{x:.1f},{y:.1f}" for x, y in line) for line in lines)
-    return f'<path class="{name}" d="{d}"/>'
+    return f'<path class="{name}" d="{d}"{attributes}/>'
 
 
 def _step_outline(edges: Sequence[float], heights: Sequence[float]) -> Points:
     return [(x, y) for i, y in enumerate(heights) for x in (edges[i], edges[i + 1])]
 
 
-def _frame(
-    title: str, x_scale: AxisScale, y_scale: AxisScale, ticks: Sequence[float], inside: str, x_label: str
-) -> str:
+def _frame(title: str, x_scale: AxisScale, y_scale: AxisScale, inside: str, x_label: str) -> str:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    ticks = (log_ticks if y_scale.warp is math.log10 else linear_ticks)(y_scale.low, y_scale.high)
     rows = "".join(
         f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y_scale(tick):.1f}" y2="{y_scale(tick):.1f}"/>'
         f'<text x="{LEFT - 6}" y="{y_scale(tick) + 3.5:.1f}" text-anchor="end">{text}</text>'
@@ -254,8 +245,8 @@ def _frame(
         if tick == int(tick)
     )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
-        f' data-y="{y_scale.low:.6g} {y_scale.high:.6g} {y_scale.warp.__name__}">{rows}<g class="x">{columns}'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'{rows}<g class="x">{columns}'
         f'<text x="{LEFT - 22}" y="{bottom + 16}" text-anchor="end">{escape(x_label)}</text></g>'
         f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>{inside}'
         f'<line class="pointer" x1="0" x2="0" y1="{TOP}" y2="{bottom}"/></svg>'

@@ -11,7 +11,7 @@ from qerl.tracking.report.read import RecordedRun
 def facts_list(runs: Sequence[RecordedRun]) -> str:
     """List the facts; what all runs share is said once, without a run's number."""
     rows = [run_summary(run.facts) for run in runs]
-    found = []
+    entries = []
     for label in dict.fromkeys(label for row in rows for label in row):
         texts = [row.get(label, "unknown") for row in rows]
         lines = [f"<dd>{escape(texts[0])}</dd>"]
@@ -20,8 +20,8 @@ def facts_list(runs: Sequence[RecordedRun]) -> str:
                 f'<dd class="s{i % 8}" data-run="{i}">{swatch(i, len(runs))}{escape(text)}</dd>'
                 for i, text in enumerate(texts)
             ]
-        found.append(f"<div><dt>{label}</dt>{''.join(lines)}</div>")
-    return f'<dl class="facts">{"".join(found)}</dl>' if found else ""
+        entries.append(f"<div><dt>{label}</dt>{''.join(lines)}</div>")
+    return f'<dl class="facts">{"".join(entries)}</dl>' if entries else ""
 
 
 def swatch(index: int, num_runs: int) -> str:
@@ -57,9 +57,10 @@ def run_summary(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _reinforcement(known: Mapping[str, Any]) -> dict[str, str]:
     noise = known.get("noise.schedule")
+    gym = known.get("task.gym") if known.get("task.name") == "reasoning-gym" else None
     return {
         "Task": _joined(
-            " ".join(str(known[name]) for name in _task_names(known)),
+            known.get("task.name") if gym is None else f"reasoning-gym {gym}",
             _named(known, "rewards {}", "task.rewards"),
         ),
         "Method": _joined(
@@ -71,10 +72,7 @@ def _reinforcement(known: Mapping[str, Any]) -> dict[str, str]:
             if noise != "constant"
             else _named(known, "constant noise {}", "noise.sigma_start"),
         ),
-        "Step": _joined(
-            _named(known, "{} prompts x {} samples", "num_prompts", "num_generations"),
-            _named(known, "learning rate {}", "learn.learning_rate"),
-        ),
+        "Step": _step(known, "{} prompts x {} samples", "num_prompts", "num_generations"),
     }
 
 
@@ -83,11 +81,13 @@ def _imitation(known: Mapping[str, Any]) -> dict[str, str]:
     return {
         "Task": _joined(known["sft.data"]),
         "Method": _joined("supervised fine-tuning", f"loss on {learns}"),
-        "Step": _joined(
-            _named(known, "{} rows", "num_prompts"),
-            _named(known, "learning rate {}", "learn.learning_rate"),
-        ),
+        "Step": _step(known, "{} rows", "num_prompts"),
     }
+
+
+def _step(known: Mapping[str, Any], template: str, *names: str) -> str:
+    rate = _named(known, "learning rate {}", "learn.learning_rate")
+    return _joined(_named(known, template, *names), rate)
 
 
 def _teacher(known: Mapping[str, Any]) -> str:
@@ -99,11 +99,6 @@ def _teacher(known: Mapping[str, Any]) -> str:
         if loss != "policy_gradient"
         else loss,
     )
-
-
-def _task_names(known: Mapping[str, Any]) -> list[str]:
-    is_gym = known.get("task.name") == "reasoning-gym"
-    return [name for name in ("task.name", *(["task.gym"] if is_gym else [])) if name in known]
 
 
 def _named(known: Mapping[str, Any], template: str, *names: str) -> str:

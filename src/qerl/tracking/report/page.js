@@ -25,10 +25,10 @@ function applyHidden() {
   for (const part of document.querySelectorAll("[data-run]")) part.classList.toggle("off", hidden.has(part.dataset.run));
 }
 
-// Curves: the shapes of curve.py for another x axis or smoothing, with its margins.
-const LEFT = 50, RIGHT = 470, TOP = 8, BOTTOM = 206;
+// Curves: curve.py draws them, over steps and with these margins.
+const LEFT = 50, RIGHT = 470, BOTTOM = 206;
 const UNITS = ["step", "min", "tokens"];
-const SMOOTHING = [["off", 0], ["light", 1 / 120], ["normal", 1 / 60], ["strong", 1 / 30], ["strongest", 1 / 12]];
+const SMOOTHING = ["off", "light", "normal", "strong", "strongest"], REACHES = [0, 120, 60, 30, 12];
 const view = { axis: 0, smoothing: 2 };
 let pinned = null, hovered = null;
 
@@ -69,60 +69,23 @@ function formatValue(value) {
   return value && Math.abs(value) < 1e-3 ? value.toExponential(2) : String(value);
 }
 
-// The means of each stretch between breaks.
-function smooth(series, share) {
-  const points = series.means ?? series.points, radius = Math.floor(points.length * share);
-  const edges = [-Infinity, ...series.breaks ?? [], Infinity];
-  return edges.slice(1).map((end, k) => {
-    const part = points.filter(([x]) => x >= edges[k] && x < end), sums = [0];
-    for (const [, y] of part) sums.push(sums[sums.length - 1] + y);
-    return part.map(([x], i) => {
-      const first = Math.max(0, i - radius), last = Math.min(part.length, i + radius + 1);
-      return [x, (sums[last] - sums[first]) / (last - first)];
-    });
-  });
-}
-
-function redraw(svg, chart) {
-  const [low, high, kind] = svg.dataset.y.split(" "), warp = kind === "log10" ? Math.log10 : Number;
-  const y = (value) => BOTTOM + (warp(value) - warp(+low)) / (warp(+high) - warp(+low)) * (TOP - BOTTOM);
-  const path = (series, points) => points.length ? "M" + points.map(([step, value]) =>
-    `${toPixel(convert(series.run, 0, view.axis, step)).toFixed(1)},${y(value).toFixed(1)}`).join(" ") : "";
-  drawTicks(svg);
-  [...svg.querySelectorAll(".layer")].reduce((base, layer, k) => {
-    const { run, points } = chart[k], edges = [0, ...points.map(([end]) => end)].map((x) => toPixel(convert(run, 0, view.axis, x)));
-    const top = points.map(([, value], i) => base[i] + value);
-    const outline = (heights) => heights.flatMap((height, i) => [[edges[i], y(height)], [edges[i + 1], y(height)]]);
-    layer.setAttribute("points", [...outline(top), ...outline(base).reverse()].map((point) => point.map((px) => px.toFixed(1)).join(",")).join(" "));
-    return top;
-  }, chart[0].points.map(() => 0));
-  svg.querySelectorAll("g.run").forEach((group, k) => {
-    const series = chart[k], place = (step) => toPixel(convert(series.run, 0, view.axis, step)).toFixed(1);
-    for (const mark of group.querySelectorAll(".break")) mark.setAttribute("transform", `translate(${place(+mark.dataset.x)})`);
-    group.querySelectorAll("circle").forEach((dot, i) => dot.setAttribute("cx", place(series.points[i][0])));
-    group.querySelectorAll(".error").forEach((bars) => {
-      let i = 0;
-      bars.setAttribute("d", bars.getAttribute("d").replace(/[\d.]+,([\d.]+) [\d.]+,/g, (_, top) => { const x = place(series.points[i++][0]); return `${x},${top} ${x},`; }));
-    });
-    group.querySelector(".between")?.setAttribute("d", path(series, series.points));
-    const line = group.querySelector(".curve:not(.raw, .between)");
-    if (!line) return;
-    group.querySelector(".raw")?.remove();
-    const share = SMOOTHING[view.smoothing][1], isSmooth = series.smooth && Math.floor(series.points.length * share) > 0;
-    line.setAttribute("d", isSmooth ? smooth(series, share).map((part) => path(series, part)).join("") : path(series, series.points));
-    if (isSmooth) line.before(shape("path", { class: "curve raw", d: path(series, series.points) }));
-  });
-}
-
-function drawTicks(svg) {
-  const high = extent(view.axis), rough = high / 6, power = 10 ** Math.floor(Math.log10(rough));
-  const by = [1, 2, 5, 10].map((m) => m * power).find((step) => step >= rough * (1 - 1e-9));
-  const ticks = Array.from({ length: Math.floor(high / by + 1e-9) + 1 }, (_, i) => i * by);
-  const text = (x, anchor, content) => shape("text", { x, y: BOTTOM + 16, "text-anchor": anchor }, [content]);
-  svg.querySelector(".x").replaceChildren(
-    ...ticks.filter((tick) => view.axis || Number.isInteger(tick)).map((tick) => text(toPixel(tick).toFixed(1), "middle", formatShort(tick))),
-    text(LEFT - 22, "end", UNITS[view.axis]),
-  );
+// Move the shapes to the chosen axis, and show the means of the chosen strength before the values, or the values alone.
+function applyView(svg) {
+  const label = (x, anchor, text) => shape("text", { x, y: BOTTOM + 16, "text-anchor": anchor }, [text]);
+  const ticks = data.ticks[view.axis].map((tick) => label(toPixel(tick).toFixed(1), "middle", formatShort(tick)));
+  svg.querySelector(".x").replaceChildren(...ticks, label(LEFT - 22, "end", UNITS[view.axis]));
+  for (const node of svg.querySelectorAll("g.run *, .layer")) {
+    const { run } = node.closest("[data-run]").dataset;
+    const move = (px) => toPixel(convert(run, 0, view.axis, (px - LEFT) / (RIGHT - LEFT) * extent(0))).toFixed(1);
+    node.drawn ??= ["d", "points", "cx", "x"].filter((name) => node.hasAttribute(name)).map((name) => [name, node.getAttribute(name)]);
+    // Each x is a whole attribute or stands before a comma.
+    for (const [name, text] of node.drawn) node.setAttribute(name, text.replace(/^[\d.]+$|[\d.]+(?=,)/g, move));
+  }
+  for (const group of svg.querySelectorAll("g.run")) {
+    const means = [...group.querySelectorAll("[data-reach]")], isShown = (mean) => +mean.dataset.reach === REACHES[view.smoothing];
+    for (const mean of means) mean.classList.toggle("off", !isShown(mean));
+    group.querySelector(".curve:not([data-reach], .between)")?.classList.toggle("raw", means.some(isShown));
+  }
 }
 
 // The crosshair: one x in all charts, with the values of that step.
@@ -199,7 +162,7 @@ function attachPointer() {
   if (pinned === null) steps.value = steps.max;
   for (const radio of document.querySelectorAll("[name=axis]")) radio.disabled = radio.value !== "0" && !hasAxis(+radio.value);
   plots().forEach((svg, i) => {
-    if (view.axis || view.smoothing !== 2) redraw(svg, data.charts[i]);
+    if (view.axis || view.smoothing !== 2) applyView(svg);
     svg.onpointermove = (event) => hover(svg, i, event.clientX);
     svg.onpointerleave = () => { hovered = null; showCrosshair(); };
     svg.onclick = () => pin(pinned === null && hovered ? hovered.x : null);
@@ -212,10 +175,10 @@ function changeView() {
   const step = pinned === null ? null : convert(longestRun(), view.axis, 0, pinned);
   view.axis = +document.querySelector("[name=axis]:checked").value;
   view.smoothing = +byId("smoothing").value;
-  byId("strength").textContent = SMOOTHING[view.smoothing][0];
-  byId("smoothing").setAttribute("aria-valuetext", SMOOTHING[view.smoothing][0]);
+  byId("strength").textContent = SMOOTHING[view.smoothing];
+  byId("smoothing").setAttribute("aria-valuetext", SMOOTHING[view.smoothing]);
   pin(step === null ? null : convert(longestRun(), 0, view.axis, step));
-  plots().forEach((svg, i) => redraw(svg, data.charts[i]));
+  plots().forEach(applyView);
 }
 
 byId("view").hidden = false;
@@ -223,7 +186,7 @@ byId("view").addEventListener("submit", (event) => event.preventDefault());
 for (const input of document.querySelectorAll("[name=axis], #smoothing")) input.addEventListener("input", changeView);
 byId("at").addEventListener("input", (event) => pin(convert(longestRun(), 0, view.axis, +event.target.value)));
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") pin(null); });
-byId("strength").textContent = SMOOTHING[view.smoothing][0];
+byId("strength").textContent = SMOOTHING[view.smoothing];
 document.querySelectorAll("details").forEach((part) => part.addEventListener("toggle", showCrosshair));
 new ResizeObserver(([entry]) => document.documentElement.style.setProperty("--head", `${entry.target.offsetHeight}px`)).observe(document.querySelector("body > header"));
 addEventListener("resize", showCrosshair);

@@ -39,13 +39,17 @@ def write_report(folders: list[Path], out: Path) -> None:
 
 
 def html(runs: Sequence[RecordedRun]) -> str:
-    parts, charts = contents(runs)
-    data = {"charts": charts, "runs": [section.timeline(run) | {"groups": run.groups} for run in runs]}
+    parts, data = contents(runs, [{"groups": run.groups} for run in runs])
     return document(runs, parts, data, style=asset("page.css"), script=asset("page.js"))
 
 
-def contents(runs: Sequence[RecordedRun]) -> tuple[dict[str, str], list[Any]]:
-    """Return the parts of the page that change during a run, by name, and the data of its charts in order."""
+def contents(
+    runs: Sequence[RecordedRun], samples: Sequence[dict[str, Any]]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the parts of the page that change during a run, by name, and the data of its script.
+
+    The data are the charts in the page's order, and the runs, each with its `samples`.
+    """
     charts, chart_data = section.charts(runs, [*section.CHARTS, *section.pass_at_charts(runs)])
     phases, phase_data = section.phases(runs)
     others, other_data = section.charts(runs, section.other_metrics(runs))
@@ -59,7 +63,12 @@ def contents(runs: Sequence[RecordedRun]) -> tuple[dict[str, str], list[Any]]:
         "results": section.table(runs, [run.result for run in runs]),
         "config": section.table(runs, [run.facts for run in runs]),
     }
-    return parts, chart_data + phase_data + other_data
+    timelines = [section.timeline(run) for run in runs]
+    return parts, {
+        "charts": chart_data + phase_data + other_data,
+        "ticks": section.ticks(timelines),
+        "runs": [timeline | own for timeline, own in zip(timelines, samples, strict=True)],
+    }
 
 
 def document(
@@ -73,10 +82,10 @@ def document(
 ) -> str:
     """Return the page; `policy` extends its content security policy."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    own = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    sources = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     values = parts | {
         "title": escape(", ".join(run.name for run in runs)),
-        "policy": own + policy,
+        "policy": sources + policy,
         "legend": section.legend(runs),
         "style": style,
         "data": script_json(data),

@@ -104,12 +104,7 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     for step, what in changes(objects["facts"]):
         notices.append(f"changed from step {step + 1} on: {what}; the headlines are of what came after")
     return RecordedRun(
-        name=name,
-        **objects,
-        records=records,
-        groups=groups,
-        notices=notices,
-        coverage=coverage,
+        name=name, **objects, records=records, groups=groups, notices=notices, coverage=coverage
     )
 
 
@@ -181,13 +176,13 @@ def _groups(folder: Path, notices: list[str], max_samples: int) -> tuple[list[di
         return [], []
     max_per_step = max(map(len, places.values()))
     steps = select_steps(sorted(places), max(1, max_samples // max_per_step))
-    kept = [place for step in steps for place in places[step][:max_samples]]
+    shown = [place for step in steps for place in places[step][:max_samples]]
     num_samples = sum(map(len, places.values()))
     remark = (
-        f"This page shows {len(kept)} samples from {len(steps)} steps: the newest and evenly spaced ones."
+        f"This page shows {len(shown)} samples from {len(steps)} steps: the newest and evenly spaced ones."
         f" samples.jsonl has all {num_samples} samples from {len(places)} steps."
     )
-    return read_groups(kept), [remark] if len(kept) < num_samples else []
+    return read_groups(shown), [remark] if len(shown) < num_samples else []
 
 
 def read_groups(places: Sequence[Place]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from qerl.tracking.report.curve import (
     Series,
     chart_data,
     curves_svg,
+    linear_ticks,
     number_text,
     rounded,
     stacked_svg,
@@ -59,7 +60,7 @@ def legend(runs: Sequence[RecordedRun]) -> str:
 
 def notice_list(runs: Sequence[RecordedRun], texts: Sequence[Sequence[str]]) -> str:
     """List each run's texts after its name."""
-    pairs = [(run.name, text) for run, own in zip(runs, texts, strict=True) for text in own]
+    pairs = [(run.name, text) for run, own_texts in zip(runs, texts, strict=True) for text in own_texts]
     lines = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in pairs)
     return f"<ul>{lines}</ul>" if lines else ""
 
@@ -88,16 +89,15 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
     ):
         accuracies, held_out = (evaluated(run, of, last_change) for of in (name, of_rewards))
         if accuracies:
-            first, last = accuracies[0][1], accuracies[-1][1]
-            tiles[f"{label} accuracy"] = _change(first, last, len(accuracies) > 1, "{:.0%}")
+            tiles[f"{label} accuracy"] = _change(accuracies, "{:.0%}")
         if held_out and held_out != accuracies:
-            first, last = held_out[0][1], held_out[-1][1]
-            tiles[f"{label} reward"] = _change(first, last, len(held_out) > 1, "{:.2f}")
+            tiles[f"{label} reward"] = _change(held_out, "{:.2f}")
     if losses := evaluated(run, "nll"):
-        tiles["Held-out loss"] = _change(losses[0][1], losses[-1][1], len(losses) > 1, "{:.3f}")
+        tiles["Held-out loss"] = _change(losses, "{:.3f}")
     if rewards:
         share = max(1, len(rewards) // 10)
-        tiles["Reward"] = _change(fmean(rewards[:share]), fmean(rewards[-share:]), len(rewards) > 1, "{:.2f}")
+        means = [(0.0, fmean(rewards[:share])), (1.0, fmean(rewards[-share:]))]
+        tiles["Reward"] = _change(means[: len(rewards)], "{:.2f}")
     if run.records:
         config = run.facts.get("config")
         planned = config.get("num_steps") if isinstance(config, dict) else None
@@ -111,9 +111,10 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
     return tiles
 
 
-def _change(first: float, last: float, has_changed: bool, template: str) -> str:
-    before = f"<small>{template.format(first)} &rarr;</small> " if has_changed else ""
-    return before + template.format(last)
+def _change(points: Points, template: str) -> str:
+    """Return the last value, after the first one if there are several."""
+    before = f"<small>{template.format(points[0][1])} &rarr;</small> " if len(points) > 1 else ""
+    return before + template.format(points[-1][1])
 
 
 def evaluated(run: RecordedRun, name: str, after: int = -1) -> Points:
@@ -136,8 +137,8 @@ def _keys(runs: Sequence[RecordedRun]) -> set[str]:
 
 def pass_at_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     """Return a pass@k chart for each measured k except 1, which is the accuracy."""
-    found = (re.fullmatch(r"pass_at_([1-9][0-9]{0,8})", key) for key in _keys(runs))
-    powers = sorted(k for match in found if match and (k := int(match[1])) > 1)
+    matches = (re.fullmatch(r"pass_at_([1-9][0-9]{0,8})", key) for key in _keys(runs))
+    powers = sorted(k for match in matches if match and (k := int(match[1])) > 1)
     about = "probability that at least one of {} samples is correct"
     return [(f"pass_at_{k}", f"Pass@{k}", about.format(k)) for k in powers]
 
@@ -150,7 +151,7 @@ def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
 
 
 def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -> tuple[str, list[Any]]:
-    """Return the charts that have values, and the values that the page's script shows and redraws.
+    """Return the charts that have values, and the values that the page's script shows.
 
     Where accuracy is the reward at every step of every run, there is one chart for both.
     """
@@ -197,6 +198,13 @@ def timeline(run: RecordedRun) -> dict[str, Any]:
         rows.append((record["step"] + 1, rounded(minutes), rounded(tokens)))
     stride = max(1, -(-len(rows) // MAX_POINTS))
     return {"name": run.name, "clock": [*rows[:-1:stride], rows[-1]]}
+
+
+def ticks(timelines: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Return the ticks of each x axis, which all charts share: whole steps, minutes, tokens."""
+    ends = zip(*(timeline["clock"][-1] for timeline in timelines), strict=True)
+    steps, *others = [linear_ticks(0.0, max(values) or 1.0, 6) for values in ends]
+    return [[tick for tick in steps if tick.is_integer()], *others]
 
 
 def _series(run: RecordedRun, run_index: int, key: str, is_same: bool) -> list[Series]:
@@ -257,14 +265,16 @@ def phases(runs: Sequence[RecordedRun]) -> tuple[str, list[Any]]:
     cards, data = [], []
     for i, (run, (steps, rows)) in enumerate(zip(runs, shares, strict=True)):
         if any(sum(parts) for parts in rows):
-            layers = [list(layer) for layer in zip(*rows, strict=True)]
+            layers = list(map(list, zip(*rows, strict=True)))
             title = f"Seconds per step: {run.name}"
             svg = stacked_svg(title, steps, layers, high, num_steps(runs))
             about = f"seconds by phase, {run.name}"
             cards.append(_card("Time per step", about, svg + _phase_key(layers), f' data-run="{i}"'))
-            named = [pair for pair in zip((*PHASES, "other"), layers, strict=True) if any(pair[1])]
-            points = [(name, list(zip(steps, layer, strict=True))) for name, layer in named]
-            layered = [Series(label=n, run_index=i, points=own, mark="exact") for n, own in points]
+            layered = [
+                Series(label=name, run_index=i, points=list(zip(steps, layer, strict=True)))
+                for name, layer in zip((*PHASES, "other"), layers, strict=True)
+                if any(layer)
+            ]
             data.append(chart_data(layered))
     return "".join(cards), data
 
