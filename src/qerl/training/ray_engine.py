@@ -161,7 +161,7 @@ class _Job:
     num_prompts: int
     """Prompts, or parents of branches."""
     arguments: tuple[Any, ...]
-    """Of the method, after the policy."""
+    """Those of the method after the policy."""
     worker: Any = None
     answer: Any = None
     attempts: int = 0
