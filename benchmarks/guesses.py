@@ -25,6 +25,7 @@ from qerl.config.recipes import RECIPES
 from qerl.models.device import resolve_device
 from qerl.training.policy import load_sampler, load_task
 from qerl.training.rollouts.rollout import sampling_of
+from qerl.types import GenerateRequest
 
 _SUFFIX_TOKENS = range(8, 1, -1)
 _ROWS = (1, 4, 8, 16)
@@ -86,8 +87,10 @@ def sampled(options: GuessesOptions, name: str) -> list[tuple[list[int], list[li
     tokenizer, rows = load_task(config)
     engine = load_sampler(config, tokenizer)[1]
     prompts_P = rows.train_prompts(0, options.num_prompts)
-    settings = {"num_samples": options.num_samples, "sampling": sampling_of(config), "seed": config.seed}
-    earlier, now = (engine.generate(prompts_P, step=step, **settings) for step in range(2))
+    request = GenerateRequest(
+        prompts_P, num_samples=options.num_samples, sampling=sampling_of(config), seed=config.seed, step=0
+    )
+    earlier, now = (engine.generate(dataclasses.replace(request, step=step)) for step in range(2))
     return [
         (a.prompt.tokens_T, [s.tokens_T for s in a.samples_G], [s.tokens_T for s in b.samples_G])
         for a, b in zip(earlier, now, strict=True)

@@ -44,7 +44,7 @@ from qerl.models.lm_head import LMHead, check_head
 from qerl.models.random_weights import shape
 from qerl.models.sampler_copy import make_sampler_copy
 from qerl.training.rollouts.rollout import sampling_of
-from qerl.types import Group
+from qerl.types import GenerateRequest, Group
 
 _HALVINGS, _DRAWS = 20, 1 << 21
 _MOST_SPREAD = 32.0  # of logits: at 152,064 tokens an entropy of 0.1
@@ -186,7 +186,7 @@ def measure_case(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
     learner = Learner(decoder, config, score=score)
 
     def run() -> tuple[list[Group], dict[str, float], float]:
-        groups = engine.generate(prompts_P, num_samples=1, sampling=sampling, seed=0, step=0)
+        groups = engine.generate(GenerateRequest(prompts_P, num_samples=1, sampling=sampling, seed=0, step=0))
         start_s = time.perf_counter()
         metrics = learner.step([_without_advantage(group) for group in groups])
         return groups, metrics, time.perf_counter() - start_s

@@ -43,7 +43,7 @@ from qerl.models.random_weights import random_decoder, shape
 from qerl.training.planned_learner import planned_learner
 from qerl.training.rollouts.partial import PartialRollouts
 from qerl.training.rollouts.rollout import GroupRollouts, drop_overlong
-from qerl.types import Group, Prompt
+from qerl.types import GenerateRequest, Group, Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,8 +200,9 @@ class OwnLengths:
     def _lengths(self, prompts_P: list[Prompt]) -> list[list[int]]:
         return [self._lengths_P_G[prompt.index] for prompt in prompts_P]
 
-    def generate(self, prompts_P: list[Prompt], **given: Any) -> list[Group]:
-        return self._engine.generate(prompts_P, max_tokens_P_G=self._lengths(prompts_P), **given)
+    def generate(self, request: GenerateRequest, **given: Any) -> list[Group]:
+        lengths_P_G = self._lengths(request.prompts_P)
+        return self._engine.generate(dataclasses.replace(request, max_tokens_P_G=lengths_P_G), **given)
 
     def continue_groups(self, begun_P: list[Any], **given: Any) -> list[Any]:
         lengths_P_G = self._lengths([begun.prompt for begun in begun_P])

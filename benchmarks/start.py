@@ -43,6 +43,7 @@ from qerl.models.random_weights import shape
 from qerl.training.compile_plan import compile_while_loading
 from qerl.training.policy import load_sampler
 from qerl.training.rollouts.rollout import sampling_of, with_advantages
+from qerl.types import GenerateRequest
 
 _GROUP, _TOKENS = 8, 2  # samples of a prompt, tokens of a sample: the second is the first decode step's
 _MODELS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
@@ -122,7 +123,8 @@ def measure(options: StartOptions, start_s: float) -> dict[str, Any]:
     loaded_s = time.time() - start_s
     prompts_P = random_prompts(config.num_prompts, options.prompt_tokens, architecture.vocab_size)
     sampling = dataclasses.replace(sampling_of(config), max_tokens=_TOKENS)
-    groups = engine.generate(prompts_P, num_samples=_GROUP, sampling=sampling, seed=0, step=0)
+    request = GenerateRequest(prompts_P, num_samples=_GROUP, sampling=sampling, seed=0, step=0)
+    groups = engine.generate(request)
     _wait(config)
     first_step_s = time.time() - start_s
     rewards_G: list[float | None] = [float(g % 2) for g in range(_GROUP)]

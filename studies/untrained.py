@@ -43,8 +43,8 @@ from qerl.models.quantize.awq import BATCH_TOKENS, ScaledCheckpoint, awq, collec
 from qerl.tasks import RewardPool, build_task
 from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import gym_rows
-from qerl.training.rollouts.evaluation import sample_and_score, sampled_tokens, summarize
-from qerl.training.rollouts.rollout import sampling_of
+from qerl.training.rollouts.evaluation import EVALUATION_STEP, sample_and_score, sampled_tokens, summarize
+from qerl.training.rollouts.rollout import step_request
 from qerl.types import Group, Prompt
 from studies.gaussian_noise import GaussianNoiseCheckpoint
 from studies.study import Job
@@ -131,14 +131,8 @@ def measure_untrained(job: Job) -> dict[str, Any]:
         made = WEIGHTS[job.weights](checkpoint, config, tokenizer)
         decoder = _decoder(made, config, config.model.format)
         engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_token_ids(tokenizer, source))
-        groups, rewards_P_G = sample_and_score(
-            engine,
-            pool.score,
-            prompts,
-            num_samples=config.num_generations,
-            sampling=sampling_of(config),
-            seed=config.seed,
-        )
+        request = step_request(config, prompts, EVALUATION_STEP)
+        groups, rewards_P_G = sample_and_score(engine, pool.score, request)
         for text in format_failures(pool.take_failures()):
             print(f"{job.study}, {job.task}, {job.arm}, seed {job.seed}: {text}", file=sys.stderr)
     tokens_P_G = list(map(sampled_tokens, groups))

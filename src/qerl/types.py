@@ -274,6 +274,29 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Prompts to sample in one call of an engine, how, and the seed coordinates of their tokens.
+
+    GenerateRequest(prompts_P, num_samples=8, sampling=Sampling(max_tokens=512), seed=0, step=3)
+    """
+
+    prompts_P: list[Prompt]
+    _: dataclasses.KW_ONLY
+    num_samples: int
+    """Samples of each prompt."""
+    sampling: Sampling
+    seed: int
+    step: int
+    max_tokens_P_G: list[list[int]] | None = None
+    """Each sample's own maximum length, within sampling.max_tokens; None: that of all."""
+
+    def with_prompts(self, prompts_P: list[Prompt]) -> "GenerateRequest":
+        """Return the same request for other prompts, or for a part of these."""
+        assert self.max_tokens_P_G is None  # belongs to the prompts
+        return dataclasses.replace(self, prompts_P=prompts_P)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token and its logprob; top: the most likely tokens in its place with theirs, if asked for."""
 
@@ -290,16 +313,7 @@ that has ended in it, so often with an empty list."""
 class RolloutEngine(Protocol):
     """The interface of an engine to the training loop: local, data-parallel, multi-turn or remote."""
 
-    def generate(
-        self,
-        prompts_P: list[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        on_burst: OnBurst | None = None,
-    ) -> list[Group]:
+    def generate(self, request: GenerateRequest, *, on_burst: OnBurst | None = None) -> list[Group]:
         """Return the samples of each prompt, in order. on_burst is not called by engines that learn only at
         the end what a sample is: those of environments, agents, Ray and endpoints."""
         ...

@@ -9,7 +9,7 @@ from qerl.config import AgentConfig, ModelConfig, TaskConfig
 from qerl.engine import Engine
 from qerl.serve.agents.rollout import AgentPool
 from qerl.serve.loaded_model import LoadedModel, load_model
-from qerl.types import Prompt, Sampling
+from qerl.types import GenerateRequest, Prompt, Sampling
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}"
@@ -30,22 +30,21 @@ def playing(model: LoadedModel, agent, *, task: TaskConfig | None = None, **sett
     """play(*rows, ...) -> the groups of the rows; play.take_metrics(). The agent's process ends with the
     block."""
     with AgentPool(agent, AgentConfig(**settings), task or TaskConfig()) as pool:
-        engine = pool.engine(
-            model.engine, max_positions=model.max_positions, stop_tokens=model.engine.stop_token_ids
-        )
+        engine = pool.engine(model.engine)
 
         def play(*rows, num_samples=2, max_tokens=8, seed=3, step=0, **sampling):
             prompts_P = [
                 Prompt(index=i, text="", tokens_T=[1], messages=row.get("prompt"), columns=row)
                 for i, row in enumerate(rows)
             ]
-            return engine.generate(
+            request = GenerateRequest(
                 prompts_P,
                 num_samples=num_samples,
                 sampling=Sampling(max_tokens=max_tokens, **sampling),
                 seed=seed,
                 step=step,
             )
+            return engine.generate(request)
 
         play.take_metrics = engine.take_metrics
         yield play
@@ -56,9 +55,9 @@ def noting_samples():
     """A list that gets (tokens, logprobs) of each sample that an engine ends."""
     sampled, to_sample = [], Engine._to_sample
 
-    def note(self, s, detokenizer):
+    def note(self, s, stopping):
         sampled.append((list(s.tokens_T), list(s.logprobs_T)))
-        return to_sample(self, s, detokenizer)
+        return to_sample(self, s, stopping)
 
     with mock.patch.object(Engine, "_to_sample", note):
         yield sampled

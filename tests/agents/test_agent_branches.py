@@ -9,7 +9,7 @@ import torch
 from agent_episodes import load_tiny, noting_samples, playing, turns_of
 
 import tiny_run
-from engine.parts import packed_logprobs
+from engine.parts import packed_logprobs, request_of
 from qerl.cli.main import command
 from qerl.config import AgentConfig, AlgoConfig, RunConfig, TaskConfig
 from qerl.errors import UserError
@@ -18,7 +18,7 @@ from qerl.serve.agents.function import find_agent
 from qerl.serve.agents.rollout import AgentPool
 from qerl.tracking.json_lines import read_lines
 from qerl.training.rollouts.rollout import learned_parts, with_advantages
-from qerl.types import Pivot, Prompt, Sampling
+from qerl.types import Pivot, Prompt
 
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
@@ -53,13 +53,12 @@ async def three_turns(client, row, seed):
 def branched(model, agent, rows, places, *, num_branches=2, max_tokens=8, **settings):
     """(groups, branches): of the first sample of each row, where its place-th branchable turn begins."""
     with AgentPool(agent, AgentConfig(**settings), TaskConfig()) as pool:
-        stop_tokens = model.engine.stop_token_ids
-        engine = pool.engine(model.engine, max_positions=model.max_positions, stop_tokens=stop_tokens)
+        engine = pool.engine(model.engine)
         prompts_P = [
             Prompt(index=i, text="", tokens_T=[1], messages=None, columns=row) for i, row in enumerate(rows)
         ]
-        given = {"num_samples": 2, "sampling": Sampling(max_tokens=max_tokens), "seed": 3, "step": 4}
-        (batch,) = engine.branch_batches(prompts_P, **given)
+        request = request_of(prompts_P, num_samples=2, max_tokens=max_tokens, seed=3, step=4)
+        (batch,) = engine.branch_batches(request)
         groups = batch.sample()
         pivots = [
             Pivot(

@@ -15,8 +15,6 @@ from qerl.config import EngineConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.cost.cache import page_bytes
 from qerl.engine.schedule.page_pool import PagePool
 from qerl.engine.schedule.scheduler import Scheduler
-from qerl.models.checkpoint.source import locate
-from qerl.models.checkpoint.tokenizer import stop_token_ids
 from qerl.serve.loaded_model import LoadedModel
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
 from qerl.training.rollouts.rollout import agent_metrics
@@ -44,8 +42,7 @@ def model(tmp_path_factory):
     gb = NUM_PAGES * page_bytes(decoder.architecture, 16, decoder.compute) / 1e9
     engine = EngineConfig(block_size=16, kv_cache_gb=gb, max_num_seqs=64)
     _, engine = load_sampler(dataclasses.replace(config, engine=engine), tokenizer)
-    stop_tokens = stop_token_ids(tokenizer, locate(str(folder)))
-    return LoadedModel(engine=engine, tokenizer=tokenizer, stop_tokens=stop_tokens, max_positions=256)
+    return LoadedModel(engine, engine.max_positions)
 
 
 async def ask(client, messages, **options):

@@ -8,7 +8,7 @@ from models.tiny import logits_of
 from qerl.config import EngineConfig
 from qerl.engine import Engine
 from qerl.models.decoder import Decoder
-from qerl.types import Pivot, Prompt, Sampling
+from qerl.types import GenerateRequest, Pivot, Prompt, Sampling
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # As byte-level BPE spells them: \u0120 a space, \u010a a new line, \u00c3 \u00a9 the bytes of an acute e.
@@ -54,15 +54,14 @@ def engine_of(decoder, *, stop_token_ids=STOPS, **settings) -> Engine:
     return Engine(decoder, tokenizer(), EngineConfig(**settings), stop_token_ids=stop_token_ids)
 
 
-def drawn(engine, prompts_P, *, num_samples=3, seed=5, step=2, **sampling):
+def request_of(prompts_P, *, num_samples=3, seed=5, step=2, sampling=None, **parameters) -> GenerateRequest:
+    sampling = sampling or Sampling(**({"max_tokens": 12} | parameters))
+    return GenerateRequest(prompts_P, num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+
+
+def drawn(engine, prompts_P, **settings):
     """[(tokens, logprobs)] of all samples, prompt by prompt."""
-    groups = engine.generate(
-        prompts_P,
-        num_samples=num_samples,
-        sampling=Sampling(**({"max_tokens": 12} | sampling)),
-        seed=seed,
-        step=step,
-    )
+    groups = engine.generate(request_of(prompts_P, **settings))
     assert [group.prompt for group in groups] == prompts_P
     return [s for group in groups for s in group.samples_G]
 
@@ -79,15 +78,10 @@ def pivots_in(groups):
     return found
 
 
-def branched(
-    engine, prompts_P, *, num_samples=3, num_branches=3, pivots=pivots_in, seed=5, step=2, **sampling
-):
+def branched(engine, prompts_P, *, num_branches=3, pivots=pivots_in, **settings):
     """(the samples' groups, the branches' groups, the pivots, the number of batches)."""
     groups, branches, found, num_batches = [], [], [], 0
-    sampling = Sampling(**({"max_tokens": 12} | sampling))
-    for batch in engine.branch_batches(
-        prompts_P, num_samples=num_samples, sampling=sampling, seed=seed, step=step
-    ):
+    for batch in engine.branch_batches(request_of(prompts_P, **settings)):
         drawn_P = batch.sample()
         pivots_here = pivots(drawn_P)
         groups += drawn_P

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from engine.parts import EOS, engine_of, packed_logprobs, prompts_of, tokens_of
+from engine.parts import EOS, engine_of, packed_logprobs, prompts_of, request_of, tokens_of
 from engine.schedule.test_scheduler import PAGE_TOKENS, FakeRunner, live_group
 from engine.test_engine import assert_same, kv_gb_for
 from models.tiny import tiny
@@ -44,15 +44,9 @@ class Talk:
         return given_T
 
 
-def talked(engine, talk, prompts_P=None, *, num_samples=3, max_tokens=MAX_TOKENS, **sampling):
-    groups = engine.generate(
-        prompts_P or prompts_of(*LENGTHS),
-        num_samples=num_samples,
-        sampling=Sampling(max_tokens=max_tokens, **sampling),
-        seed=5,
-        step=2,
-        conversation=talk,
-    )
+def talked(engine, talk, prompts_P=None, **settings):
+    request = request_of(prompts_P or prompts_of(*LENGTHS), **({"max_tokens": MAX_TOKENS} | settings))
+    groups = engine.generate(request, conversation=talk)
     return [s for group in groups for s in group.samples_G]
 
 
@@ -168,9 +162,7 @@ def test_a_stop_string_counts_within_a_turn_and_not_across_what_was_given(decode
 
 def test_in_exact_mode_scores_are_the_recorded_logprobs_bit_for_bit(decoder):
     engine, sampling = engine_of(decoder, exact=True), Sampling(max_tokens=MAX_TOKENS)
-    groups = engine.generate(
-        prompts_of(*LENGTHS), num_samples=3, sampling=sampling, seed=5, step=2, conversation=Talk()
-    )
+    groups = engine.generate(request_of(prompts_of(*LENGTHS), sampling=sampling), conversation=Talk())
     recorded = [x for group in groups for s in group.samples_G for x in s.logprobs_T]
     assert engine.score(groups, sampling=sampling).tolist() == recorded
 

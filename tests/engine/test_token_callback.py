@@ -4,9 +4,8 @@ import collections
 
 import pytest
 
-from engine.parts import drawn, engine_of, prompts_of
+from engine.parts import drawn, engine_of, prompts_of, request_of
 from models.tiny import tiny
-from qerl.types import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +60,4 @@ def test_runners_of_more_samplings_than_are_kept_are_dropped_oldest_first(decode
 
 
 def _generated(engine, prompts_P, **watching):
-    return engine.generate(
-        prompts_P, num_samples=3, sampling=Sampling(max_tokens=12), seed=5, step=2, **watching
-    )
+    return engine.generate(request_of(prompts_P), **watching)

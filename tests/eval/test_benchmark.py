@@ -23,7 +23,8 @@ from qerl.tasks import majority_vote
 from qerl.tasks.majority_vote import VotePool, votes
 from qerl.tasks.rows import open_rows
 from qerl.tasks.worker_pool import WorkerPool
-from qerl.types import Group, Prompt, Sample, Sampling
+from qerl.training.rollouts.evaluation import EVALUATION_STEP
+from qerl.types import GenerateRequest, Group, Prompt, Sample, Sampling
 
 assert latex2sympy2_extended  # imported here, so that forked graders need not: 0.7 CPU seconds each
 
@@ -285,9 +286,10 @@ class Texts:
     def __init__(self, texts_P_G):
         self.texts_P_G, self.asked = texts_P_G, []
 
-    def generate(self, prompts_P, *, num_samples, sampling, seed, step, on_burst=None):
+    def generate(self, request, *, on_burst=None):
+        prompts_P, num_samples = request.prompts_P, request.num_samples
         self.asked += [(prompt.index, num_samples) for prompt in prompts_P]
-        first = -1 if sampling.temperature == 0 else 0
+        first = -1 if request.sampling.temperature == 0 else 0
         return [
             Group(prompt=p, samples_G=[sample(t) for t in self.texts_P_G[p.index][first:][:num_samples]])
             for p in prompts_P
@@ -316,15 +318,20 @@ def sample(text):
 TEXTS = [["7", "8", "7", "6..", "7"], ["1", "2", "2", "3", "1"], ["4", "fail", "5", "4", "5"]]
 
 
-def benchmark(**changes):
-    prompts = [
+def problems():
+    return [
         Prompt(index=i, text=f"problem {i}", tokens_T=[1], messages=None, columns={"answer": answer})
         for i, answer in enumerate(("7", "1", "4"))
     ]
+
+
+def benchmark(*, prompts=None, num_samples=4, **changes):
     count_votes = lambda texts_P_G: [votes("numeric", texts_G) for texts_G in texts_P_G]  # noqa: E731
-    given = {"prompts": prompts, "num_samples": 4, "count_votes": count_votes, "sampling": SAMPLED, **changes}
-    given = {"success_threshold": 1.0, **given}
-    return Benchmark(name="sums", answer_column="answer", score=exact, seed=0, **given)
+    request = GenerateRequest(
+        prompts or problems(), num_samples=num_samples, sampling=SAMPLED, seed=0, step=EVALUATION_STEP
+    )
+    given = {"count_votes": count_votes, "success_threshold": 1.0, **changes}
+    return Benchmark(name="sums", request=request, answer_column="answer", score=exact, **given)
 
 
 def test_the_figures_of_three_problems_worked_by_hand(tmp_path):
@@ -392,7 +399,7 @@ def test_a_damaged_file_of_results_is_begun_anew(tmp_path):
 def test_another_problem_or_answer_is_another_file(tmp_path):
     paths = {result_path(tmp_path, settings_of(benchmark(), {}))}
     for changed in ({"text": "problem 9"}, {"columns": {"answer": "9"}}):
-        prompts = [dataclasses.replace(benchmark().prompts[0], **changed), *benchmark().prompts[1:]]
+        prompts = [dataclasses.replace(problems()[0], **changed), *problems()[1:]]
         paths.add(result_path(tmp_path, settings_of(benchmark(prompts=prompts), {})))
     paths.add(result_path(tmp_path, settings_of(benchmark(num_samples=3), {})))
     paths.add(result_path(tmp_path, settings_of(benchmark(), {"model": "other"})))

@@ -5,7 +5,7 @@ import torch
 
 from alone import IS_ALONE
 from engine.decode.test_decode_kernels import NEVER, decoder_of, small_prompts
-from engine.parts import engine_of
+from engine.parts import engine_of, request_of
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.kernels.runtime import gpu_memory
 from qerl.learner import Learner
@@ -31,7 +31,8 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
     device, peaks, left, free = decoder.device, [], [], []
     for step in range(22):
         gpu_memory.reset_peaks(device)
-        groups = engine.generate(prompts_P, num_samples=4, sampling=sampling_of(config), seed=0, step=step)
+        request = request_of(prompts_P, num_samples=4, sampling=sampling_of(config), seed=0, step=step)
+        groups = engine.generate(request)
         rewards_P_G = [[0.0, 1.0, 0.0, 1.0]] * len(groups)
         groups = drop_overlong(config, with_advantages(config, groups, rewards_P_G))
         assert gpu_memory.peak_bytes(device) > engine.num_bytes

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.parts import compared, drawn, engine_of, prompts_of
+from engine.parts import compared, drawn, engine_of, prompts_of, request_of
 from learner.tiny import run_config
 from models.tiny import oracle, ported, tiny
 from qerl.aqn.norm_noise import noised
@@ -45,7 +45,7 @@ def policy(compute=torch.float32, family="Llama"):
 
 
 def groups_of(engine, lengths=LENGTHS, sampling=SAMPLING, *, num_samples=5):
-    return engine.generate(prompts_of(*lengths), num_samples=num_samples, sampling=sampling, seed=5, step=2)
+    return engine.generate(request_of(prompts_of(*lengths), num_samples=num_samples, sampling=sampling))
 
 
 def recorded(groups):
@@ -91,7 +91,7 @@ def test_samples_of_a_step_and_what_their_neighbours_are_change_no_bit(compute):
     engine = engine_of(policy(compute), exact=True, max_num_seqs=20)
     together = groups_of(engine, num_samples=3)
     for group in together[::2]:
-        (alone,) = engine.generate([group.prompt], num_samples=3, sampling=SAMPLING, seed=5, step=2)
+        (alone,) = engine.generate(request_of([group.prompt], num_samples=3, sampling=SAMPLING))
         assert alone == group
         assert gap(engine, [group]) == 0
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.decode.test_decode_kernels import LENGTHS, NEVER, SMALL, decoder_of, pytestmark, small_prompts
-from engine.parts import engine_of
+from engine.parts import engine_of, request_of
 from learner.tiny import run_config
 from qerl.aqn.norm_noise import noised
 from qerl.config import SampleConfig
@@ -25,7 +25,7 @@ SAMPLING = Sampling(max_tokens=60, temperature=0.8)
 
 def groups_of(engine, num_samples=6):
     prompts_P = small_prompts(*LENGTHS)
-    return engine.generate(prompts_P, num_samples=num_samples, sampling=SAMPLING, seed=5, step=2)
+    return engine.generate(request_of(prompts_P, num_samples=num_samples, sampling=SAMPLING))
 
 
 def gap(engine, groups):

@@ -9,7 +9,7 @@ import torch
 from engine.cache.test_recurrent_states import FEW, gb_for
 from engine.decode.test_decode_hybrid_gpu import ARCHITECTURES
 from engine.decode.test_decode_kernels import decoder_of
-from engine.parts import branched, engine_of, prompts_of
+from engine.parts import branched, engine_of, prompts_of, request_of
 from learner.tiny import run_config
 from models.family_rows import load, oracle, save
 from parity.test_exact import SAMPLING, gap, groups_of, taught
@@ -70,7 +70,7 @@ def test_scores_of_a_hybrid_are_what_was_recorded_to_the_bit(family, compute, se
 def test_neighbours_in_the_batch_change_no_bit_of_a_hybrids_sample(policy):
     engine = engine_of(policy(), exact=True, max_num_seqs=20)
     for group in groups_of(engine, LENGTHS)[::2]:
-        (alone,) = engine.generate([group.prompt], num_samples=5, sampling=SAMPLING, seed=5, step=2)
+        (alone,) = engine.generate(request_of([group.prompt], num_samples=5, sampling=SAMPLING))
         assert alone == group
         assert gap(engine, [group]) == 0
 
@@ -81,7 +81,7 @@ def test_pauses_change_no_bit(policy):
     room = {"kv_cache_gb": gb_for(decoder, 176, 5, 1)}
     roomy, tight = engine_of(decoder, **settings), engine_of(decoder, **settings, **room)
     found = [
-        engine.generate(prompts_of(31, 20), num_samples=2, sampling=long, seed=5, step=2)
+        engine.generate(request_of(prompts_of(31, 20), num_samples=2, sampling=long))
         for engine in (roomy, tight)
     ]
     assert tight.stats.num_preemptions > 0 and found[0] == found[1]

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.parts import VOCABULARY, engine_of
+from engine.parts import VOCABULARY, engine_of, request_of
 from learner.tiny import run_config
 from parity.test_exact import SAMPLING, gap, groups_of, recorded, taught
 from qerl.aqn.norm_noise import noised
@@ -64,7 +64,7 @@ def test_neighbours_in_the_batch_change_no_bit_of_a_mixtures_sample(compute):
     engine = engine_of(policy(compute=compute), exact=True, max_num_seqs=20)
     together = groups_of(engine, LENGTHS)
     for group in together[::2]:
-        (alone,) = engine.generate([group.prompt], num_samples=5, sampling=SAMPLING, seed=5, step=2)
+        (alone,) = engine.generate(request_of([group.prompt], num_samples=5, sampling=SAMPLING))
         assert alone == group  # tokens, logprobs and routes
         assert gap(engine, [group]) == 0
 
@@ -99,7 +99,7 @@ def test_without_exact_mode_a_mixtures_tokens_and_routes_do_not_depend_on_the_ba
     engine = engine_of(policy(), max_num_seqs=20)
     together = groups_of(engine, LENGTHS)
     for group in together:
-        (alone,) = engine.generate([group.prompt], num_samples=5, sampling=SAMPLING, seed=5, step=2)
+        (alone,) = engine.generate(request_of([group.prompt], num_samples=5, sampling=SAMPLING))
         for ours, theirs in zip(alone.samples_G, group.samples_G, strict=True):
             assert (ours.tokens_T, ours.routes) == (theirs.tokens_T, theirs.routes)
         assert (recorded([alone]) - recorded([group])).abs().max() < 256 * torch.finfo(torch.float32).eps
@@ -114,5 +114,5 @@ def test_on_a_gpu_scores_of_a_mixture_are_what_was_recorded_to_the_bit(like, for
     assert engine.kernels == "torch"
     groups = groups_of(engine, LENGTHS)
     assert gap(engine, groups) == 0
-    (alone,) = engine.generate([groups[1].prompt], num_samples=5, sampling=SAMPLING, seed=5, step=2)
+    (alone,) = engine.generate(request_of([groups[1].prompt], num_samples=5, sampling=SAMPLING))
     assert alone == groups[1]

@@ -6,7 +6,7 @@ import pytest
 
 from qerl.errors import UserError
 from qerl.serve.batcher import BusyError, CancelledRequestError, OverdueRequestError, PendingRequest
-from qerl.types import Sampling
+from qerl.types import GenerateRequest, Sampling
 from serve import parts
 
 SAMPLING = Sampling(max_tokens=12)
@@ -74,8 +74,9 @@ def test_a_row_is_sampled_as_a_call_of_the_engine_samples_it(model, batcher):
     samplings = [Sampling(max_tokens=20, **each) for each in changes]
     jobs = [request_of(model, "one", seed=9, num_samples=2, sampling=each) for each in samplings]
     for sampling, samples in zip(samplings, answered(batcher, *jobs), strict=True):
+        prompt = parts.prompt_of(model, "one", index=9)
         (group,) = model.engine.generate(
-            [parts.prompt_of(model, "one", index=9)], num_samples=2, sampling=sampling, seed=0, step=0
+            GenerateRequest([prompt], num_samples=2, sampling=sampling, seed=0, step=0)
         )
         assert tokens_of(samples) == tokens_of(group.samples_G)
         for mine, truth in zip(samples, group.samples_G, strict=True):
@@ -287,7 +288,8 @@ def test_a_pause_gives_the_engine_back_and_ends_what_runs(model, batcher):
         long.future.result(timeout=30)
     with pytest.raises(BusyError, match="engine is paused"):
         batcher.submit(request_of(model, "two"))
-    model.engine.generate([parts.prompt_of(model, "two")], num_samples=1, sampling=SAMPLING, seed=0, step=0)
+    prompt = parts.prompt_of(model, "two")
+    model.engine.generate(GenerateRequest([prompt], num_samples=1, sampling=SAMPLING, seed=0, step=0))
     batcher.resume()
     after = request_of(model, "two")
     batcher.submit(after)

@@ -21,7 +21,7 @@ from qerl.tasks.own_judge import OwnJudge
 from qerl.tasks.scoring import Failure
 from qerl.tracking.json_lines import read_lines
 from qerl.training.base_judge import BaseJudge
-from qerl.types import Prompt, Sampling
+from qerl.types import GenerateRequest, Prompt, Sampling
 
 ASKED = ["Rate this.", "And this one, too."]
 
@@ -44,7 +44,8 @@ def sampled(engine, tokenizer):
         for i, text in enumerate(ASKED)
     ]
     sampling = Sampling(max_tokens=24, temperature=0.0)
-    groups = engine.generate(prompts, num_samples=1, sampling=sampling, seed=0, step=0)
+    request = GenerateRequest(prompts, num_samples=1, sampling=sampling, seed=0, step=0)
+    groups = engine.generate(request)
     return [group.samples_G[0].text for group in groups]
 
 

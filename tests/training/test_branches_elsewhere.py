@@ -8,14 +8,14 @@ from test_ray_engine import OWN, SLOW, TWO, assert_alike, lose_second_sampler
 from test_session import wait_for_steps
 
 import tiny_run
-from engine.parts import packed_logprobs
+from engine.parts import packed_logprobs, request_of
 from qerl.config import ModelConfig, NoiseConfig, RunConfig
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
-from qerl.training.engines.replayed_batch import Draw, Parent, SingleTurns
+from qerl.training.engines.replayed_batch import Parent, SingleTurns
 from qerl.training.policy import load_sampler
-from qerl.types import Prompt, Sampling
+from qerl.types import Prompt
 from training.ranks import StartedRanks
 from training.ray_cluster import OF_A_RUN
 
@@ -191,13 +191,13 @@ def test_a_worker_branches_a_single_turn_whose_keys_and_values_it_does_not_have(
     model = ModelConfig(path=str(files), device="cpu", dtype="fp32")
     config = RunConfig(model=model, noise=NoiseConfig(schedule="none"))
     decoder, engine = load_sampler(config, load_tokenizer(model.path))
-    draw = Draw(num_samples=3, sampling=Sampling(max_tokens=9), seed=1, step=2)
     row = Prompt(index=4, text="", tokens_T=PROMPT_T, messages=None, columns={})
+    request = request_of([row], max_tokens=9, seed=1)
     workers = SingleTurns(engine), SingleTurns(load_sampler(config, load_tokenizer(model.path))[1])
-    ((group,), ((history, *_),)) = workers[0].sample([row], draw)
+    ((group,), ((history, *_),)) = workers[0].sample(request)
     before = max(group.samples_G, key=lambda sample: len(sample.tokens_T))
     parent = Parent(row=row, prompt=group.prompt, sample=before, history=history, prefix_tokens=3)
-    (branches_G,), (again_G,) = (worker.branch([parent], 4, draw) for worker in workers)
+    (branches_G,), (again_G,) = (worker.branch([parent], 4, request) for worker in workers)
     assert [s.tokens_T for s in branches_G] == [s.tokens_T for s in again_G]
     assert len({tuple(s.tokens_T) for s in branches_G}) == 4
     for sample in branches_G:

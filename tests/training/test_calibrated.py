@@ -20,8 +20,9 @@ from qerl.models.quantize.quantize import quantize
 from qerl.tasks import RewardPool, build_task
 from qerl.training.calibrated import NOTE, refuse_calibration, with_calibrated_base
 from qerl.training.policy import load_sampler
-from qerl.training.rollouts.evaluation import sample_and_score
+from qerl.training.rollouts.evaluation import EVALUATION_STEP, sample_and_score
 from qerl.training.rollouts.rollout import sampling_of
+from qerl.types import GenerateRequest
 
 TRAINING = {
     "num-steps": 40,
@@ -70,9 +71,8 @@ def accuracy(config):
     _, engine = load_sampler(config, tokenizer)
     with RewardPool(config.task) as pool:
         prompts, sampling = task.held_out(None), sampling_of(config)
-        _, rewards_P_G = sample_and_score(
-            engine, pool.score, prompts, num_samples=64, sampling=sampling, seed=1
-        )
+        request = GenerateRequest(prompts, num_samples=64, sampling=sampling, seed=1, step=EVALUATION_STEP)
+        _, rewards_P_G = sample_and_score(engine, pool.score, request)
     return fmean(reward for rewards_G in rewards_P_G for reward in rewards_G)
 
 

@@ -21,11 +21,11 @@ class Bandit:
         self.version, self.p = 0, 0.5
         self.learned_from: list[list[Group]] = []
 
-    def generate(self, prompts_P, *, num_samples, sampling, seed, step, on_burst=None):
-        rng = random.Random(seed * 1000 + step)
+    def generate(self, request, *, on_burst=None):
+        rng = random.Random(request.seed * 1000 + request.step)
         return [
-            Group(prompt=prompt, samples_G=[self._draw(rng) for _ in range(num_samples)])
-            for prompt in prompts_P
+            Group(prompt=prompt, samples_G=[self._draw(rng) for _ in range(request.num_samples)])
+            for prompt in request.prompts_P
         ]
 
     def _draw(self, rng):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from engine.parts import EOS, branched, drawn, engine_of, prompts_of
+from engine.parts import EOS, branched, drawn, engine_of, prompts_of, request_of
 from engine.test_conversation import Talk, talked
 from learner.tiny import run_config
 from models.family_rows import load, oracle, save
@@ -20,7 +20,7 @@ from qerl.models import mixture
 from qerl.models.checkpoint.source import locate
 from qerl.models.loader import build_decoder
 from qerl.models.peft.adapter import add_adapter
-from qerl.types import Group, Sampling
+from qerl.types import Group
 
 LENGTHS = (9, 31, 1, 20)
 FEW = frozenset({EOS})
@@ -154,9 +154,8 @@ def groups_of(decoder, *, sigma=0.0, num_samples=3):
     """Groups with advantages, sampled with noise of this sigma."""
     engine, rng = engine_of(decoder, stop_token_ids=FEW), torch.Generator().manual_seed(0)
     with noised(decoder.noise_table, sigma=sigma, unit="absolute", seed=1, step=1):
-        groups = engine.generate(
-            prompts_of(*LENGTHS), num_samples=num_samples, sampling=Sampling(max_tokens=16), seed=1, step=1
-        )
+        request = request_of(prompts_of(*LENGTHS), num_samples=num_samples, max_tokens=16, seed=1, step=1)
+        groups = engine.generate(request)
     return [
         dataclasses.replace(
             group,

@@ -21,11 +21,10 @@ from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
 from qerl.training import ray_engine
 from qerl.training.engines.multi_turn import EnvironmentEpisodes
-from qerl.training.engines.replayed_batch import Draw
 from qerl.training.policy import load_sampler
 from qerl.training.ray_engine import Cluster, check_reachable, join_cluster, with_round
 from qerl.training.ray_worker import PublishedPolicy, Worker
-from qerl.types import Prompt, Sampling
+from qerl.types import GenerateRequest, Prompt, Sampling
 from training.ray_cluster import OF_A_RUN
 
 ray = pytest.importorskip("ray")
@@ -250,8 +249,9 @@ def test_an_environment_that_is_given_in_python_is_sent_and_plays_in_the_worker(
     worker = Worker(config, ray.cloudpickle.dumps(partial(note_episodes, config, Given)))
     adapter = adapter_tensors(load_sampler(config, load_tokenizer(config.model.path))[0])
     prompts_P = [Prompt(index=0, text="", tokens_T=[5, 6], messages=None, columns={})]
-    draw = Draw(num_samples=2, sampling=Sampling(max_tokens=5), seed=0, step=0)
-    found = worker.sample(PublishedPolicy(1, [adapter], None), prompts_P, draw)
+    sampling = Sampling(max_tokens=5)
+    request = GenerateRequest(prompts_P, num_samples=2, sampling=sampling, seed=0, step=0)
+    found = worker.sample(PublishedPolicy(1, [adapter], None), request)
     MADE.pop().pool.close()
     assert [s.reward for _, samples in found.groups_P for s in samples] == [3.0, 3.0]
 

@@ -38,7 +38,7 @@ from qerl.engine import Engine, Stats
 from qerl.errors import RunError
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import random_decoder, shape
-from qerl.types import Prompt, Sampling
+from qerl.types import GenerateRequest, Prompt, Sampling
 
 _FIRST_TOKENS = 4
 
@@ -157,7 +157,9 @@ def _noise(decoder: Decoder, sigma: float) -> Iterator[None]:
 
 def _generate(engine: Engine, case: DecodeCase, prompts_P: list[Prompt], max_tokens: int, step: int) -> Stats:
     sampling = Sampling(max_tokens=max_tokens, temperature=1.0)
-    engine.generate(prompts_P, num_samples=case.group_size, sampling=sampling, seed=0, step=step)
+    engine.generate(
+        GenerateRequest(prompts_P, num_samples=case.group_size, sampling=sampling, seed=0, step=step)
+    )
     stats = engine.stats
     if stats.num_tokens != case.batch * max_tokens:
         raise RunError(f"the engine sampled {stats.num_tokens} tokens instead of {case.batch * max_tokens}")

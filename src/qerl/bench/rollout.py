@@ -33,7 +33,7 @@ from qerl.engine import Engine, Stats
 from qerl.errors import RunError
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import random_decoder, shape
-from qerl.types import Prompt, Sampling
+from qerl.types import GenerateRequest, Prompt, Sampling
 
 _TAILS = (8, 16, 32)
 
@@ -110,7 +110,7 @@ def measure_case(case: RolloutCase, decoder: Decoder, runs: int) -> dict[str, An
 
 def _generate(engine: Engine, case: RolloutCase, prompts_P: list[Prompt], step: int) -> Stats:
     lengths_S, size = case.lengths_S, case.group_size
-    groups = engine.generate(
+    request = GenerateRequest(
         prompts_P,
         num_samples=size,
         sampling=Sampling(max_tokens=max(lengths_S), temperature=1.0),
@@ -118,6 +118,7 @@ def _generate(engine: Engine, case: RolloutCase, prompts_P: list[Prompt], step: 
         step=step,
         max_tokens_P_G=[lengths_S[first : first + size] for first in range(0, len(lengths_S), size)],
     )
+    groups = engine.generate(request)
     sampled_S = [len(sample.tokens_T) for group in groups for sample in group.samples_G]
     if sampled_S != lengths_S:
         raise RunError(f"the engine sampled {sum(sampled_S)} tokens instead of {sum(lengths_S)}")

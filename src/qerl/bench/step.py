@@ -42,7 +42,7 @@ from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import shape
 from qerl.training.engines.data_parallel import DataParallelEngine
-from qerl.training.rollouts.rollout import drop_overlong, sampling_of, with_advantages
+from qerl.training.rollouts.rollout import drop_overlong, sampling_of, step_request, with_advantages
 from qerl.types import Prompt
 
 
@@ -172,13 +172,7 @@ def _step(
     """Return times and peak memory of one step."""
     meter.start()
     start_s = time.perf_counter()
-    groups = engine.generate(
-        prompts_P,
-        num_samples=config.num_generations,
-        sampling=sampling_of(config),
-        seed=config.seed,
-        step=step,
-    )
+    groups = engine.generate(step_request(config, prompts_P, step))
     meter.wait()
     sampled_s = time.perf_counter()
     rewards_G: list[float | None] = [float(g % 2) for g in range(config.num_generations)]

@@ -44,6 +44,8 @@ class BranchBatch:
         assert 0 <= num_shared < len(parent.tokens_T) - 1, "a pivot must lie inside its sample"
         branch = LiveGroup(
             index=group.index,
+            prompt=group.prompt,
+            coordinates=(*group.coordinates, parent.sample_index),
             prompt_tokens=group.prompt_tokens + num_shared,
             max_tokens=group.max_tokens - num_shared,
             parent=parent,

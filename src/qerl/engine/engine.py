@@ -20,7 +20,6 @@ The engine owns no weights. The noise is whatever the decoder's norms contain du
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -38,9 +37,8 @@ from qerl.engine.cache.size import CacheSize, PageCounts, rounded_up_gb
 from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.decode.runner import DecodeRunner
 from qerl.engine.decode.runner_cache import RunnerCache
-from qerl.engine.generation import Call, Generation
+from qerl.engine.generation import Generation, StoppingCriteria
 from qerl.engine.prefill.prefill import Prefill
-from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
 from qerl.engine.schedule.carried_cache import HostPieces
@@ -55,7 +53,7 @@ from qerl.errors import UserError
 from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
-from qerl.types import Group, Prompt, Sampling
+from qerl.types import GenerateRequest, Group, Sampling
 
 # A cache limited by memory is kept unless a new one is clearly larger: its CUDA graphs would be lost.
 _WORTH_KEEPING = 0.9
@@ -129,42 +127,32 @@ class Engine(SamplingEngine):
         self._runners.publish()
 
     @contextlib.contextmanager
-    def open(
-        self, groups: list[LiveGroup], prompts_P: list[Prompt], sampling: Sampling | None
-    ) -> Iterator[NewGeneration]:
-        with self._present_cache(groups, prompts_P) as cache:
+    def open(self, groups: list[LiveGroup], sampling: Sampling | None) -> Iterator[NewGeneration]:
+        with self._present_cache(groups) as cache:
             num_first = max(sum(len(group.samples_G) for group in groups), 1)
             runner = self._runners.of(cache, sampling, self._max_pages(groups), num_first)
             yield functools.partial(self._generation, cache, runner)
 
     @torch.no_grad()
-    def branch_batches(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> Iterator[BranchBatch]:
+    def branch_batches(self, request: GenerateRequest) -> Iterator[BranchBatch]:
         """Yield the prompts, in order, in batches that can be sampled and then branched (branch_batch.py).
 
         Finish with a batch before taking the next one. Do not generate or learn meanwhile.
         """
-        detokenizer, self.stats = Detokenizer(self.tokenizer, sampling.stop), Stats()
-        groups = [self._new_group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
+        stopping, self.stats = self.stopping(request.sampling.stop), Stats()
+        groups = self._new_groups(request)
         for group in groups:
             group.keeps_pages = True
-        self._assign_noise_rows(groups, prompts_P)
-        call = Call(prompts_P=prompts_P, detokenizer=detokenizer, seed=seed, step=step)
-        with self._present_cache(groups, prompts_P) as cache:
+        with self._present_cache(groups) as cache:
             # a batch leaves a slot for a sample: its prompts keep theirs until they are branched
             share = -(-cache.num_pages // (cache.num_state_slots - 1)) if cache.num_state_slots else 0
             for batch in batches(
                 groups, lambda g: max(self._branching_pages(g, cache), share), cache.num_pages
             ):
                 pages, num_first = self._max_pages(batch), sum(len(group.samples_G) for group in batch)
-                runner = self._runners.of(cache, sampling, pages, num_first)
-                generation = self._generation(cache, runner, batch, call)
-                yield BranchBatch(
-                    batch,
-                    generation,
-                    lambda group: self._to_group(prompts_P[group.index], group, detokenizer),
-                )
+                runner = self._runners.of(cache, request.sampling, pages, num_first)
+                generation = self._generation(cache, runner, batch, stopping)
+                yield BranchBatch(batch, generation, lambda group: self._to_group(group, stopping))
                 self.stats += generation.stats
 
     @torch.no_grad()
@@ -173,13 +161,11 @@ class Engine(SamplingEngine):
         group. Bit for bit what `generate` recorded under the same weights and noise, or with by_requests a
         LiveBatch. Needs engine.exact."""
         assert self._config.exact and any(group.samples_G for group in groups)
-        groups = [group for group in groups if group.samples_G]
-        prompts_P, live = [group.prompt for group in groups], []
+        groups, live = [group for group in groups if group.samples_G], []
         for index, group in enumerate(groups):
             longest = max(len(sample.tokens_T) for sample in group.samples_G)
-            each = dataclasses.replace(sampling, max_tokens=longest)
-            live.append(self._new_group(index, group.prompt, len(group.samples_G), each))
-        with self._present_cache(live, prompts_P) as cache:
+            live.append(self._new_group(index, group.prompt, len(group.samples_G), longest))
+        with self._present_cache(live) as cache:
             shared = None if by_requests else sampling
             runner = self._runners.of(cache, shared, self._max_pages(live), self.max_rows)
             if isinstance(runner.sampler, RowSampler):
@@ -200,7 +186,7 @@ class Engine(SamplingEngine):
         cache: KVCache,
         runner: DecodeRunner,
         groups: list[LiveGroup],
-        call: Call,
+        stopping: StoppingCriteria,
         max_admitted_tokens: int | None = None,
         kept_fraction: float = 0.0,
     ) -> Generation:
@@ -223,8 +209,7 @@ class Engine(SamplingEngine):
             if config.exact
             else Prefill(self._decoder, cache, self._max_num_batched_tokens),
             runner,
-            call,
-            stop_token_ids=self.stop_token_ids,
+            stopping,
         )
         generation.stats.compile_s = self._runners.take_compile_s()
         return generation
@@ -243,10 +228,10 @@ class Engine(SamplingEngine):
         return num_pages(longest, self._config.block_size)
 
     @contextlib.contextmanager
-    def _present_cache(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> Iterator[KVCache]:
+    def _present_cache(self, groups: list[LiveGroup]) -> Iterator[KVCache]:
         """Yield the cache of earlier calls if it is large enough and fits into memory, else a new one."""
         budget = self._config, self._decoder, 0 if self._cache is None else self._cache.resident_bytes
-        size, prompts = self._size, [prompts_P[group.index].index for group in groups]
+        size, prompts = self._size, [group.prompt.index for group in groups]
         num_slots, left_bytes = size.affordable(groups, new_cache_bytes(*budget))
         least, useful = size.needed_pages(groups, prompts, left_bytes)
         # A cache for the longest call that is expected: a larger one later would drop the recorded graphs.

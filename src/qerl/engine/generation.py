@@ -28,23 +28,26 @@ from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.schedule.scheduler import Scheduler
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
-from qerl.types import Conversation, Prompt, Turn
+from qerl.types import Conversation, Turn
 
 _Holder = TypeVar("_Holder", LiveGroup, LiveSample)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One call of an engine: its prompts, how their samples end, and the seeds of their tokens."""
+class StoppingCriteria:
+    """Conditions that end a turn before its maximum length, and the conversation that goes on after it."""
 
-    prompts_P: Sequence[Prompt] | dict[int, Prompt]
-    """By the index of their group."""
+    stop_token_ids: frozenset[int]
     detokenizer: Detokenizer
-    seed: int
-    step: int
+    """With the stop strings."""
     on_token: Callable[[LiveSample], bool] | None = None
     """Called for every sampled token; True ends the sample's turn."""
     conversation: Conversation | None = None
+
+    def text(self, tokens_T: list[int]) -> str:
+        """Return the text before the stop token or string."""
+        end = -1 if tokens_T[-1] in self.stop_token_ids else None
+        return self.detokenizer.decode(tokens_T[:end])
 
 
 class Generation:
@@ -54,16 +57,12 @@ class Generation:
         scheduler: Scheduler,
         prefill: PromptForward,
         runner: StepRunner,
-        call: Call,
-        *,
-        stop_token_ids: frozenset[int],
+        stopping: StoppingCriteria,
     ):
         self.stats = Stats()
         self._cache, self._scheduler, self._prefill, self._runner = cache, scheduler, prefill, runner
-        self._prompts_P, self._detokenizer = call.prompts_P, call.detokenizer
-        self._stop_token_ids = stop_token_ids
-        self._seed, self._step, self._on_token = call.seed, call.step, call.on_token
-        self._conversation = call.conversation
+        self._stopping, self._stop_token_ids = stopping, stopping.stop_token_ids
+        self._on_token, self._conversation = stopping.on_token, stopping.conversation
         self._needs_reschedule, self._start_s = True, 0.0
 
     def branch(self, groups: list[LiveGroup]) -> None:
@@ -205,7 +204,7 @@ class Generation:
             index=s.group.index,
             sample_index=s.sample_index,
             tokens_T=tokens_T,
-            text=self._detokenizer.decode(tokens_T[: -1 if tokens_T[-1] in self._stop_token_ids else None]),
+            text=self._stopping.text(tokens_T),
             finish=s.finish,
             num_left=s.total_tokens - len(s.tokens_T),
         )
@@ -233,12 +232,18 @@ class Generation:
         groups = self._restore(groups)
         if not groups:
             return
-        starts = [g.num_reused for g in groups]
-        self.stats.reused_tokens += sum(starts)
-        prompts = [self._prompts_P[g.index].tokens_T[n:] for g, n in zip(groups, starts, strict=True)]
+        self.stats.reused_tokens += sum(g.num_reused for g in groups)
         chunks = [
-            PrefillChunk(t, n, g.pages, g.noise_row, g.on_prompt_hidden, g.state, window_pages=g.window_pages)
-            for t, n, g in zip(prompts, starts, groups, strict=True)
+            PrefillChunk(
+                g.prompt.tokens_T[g.num_reused :],
+                g.num_reused,
+                g.pages,
+                g.noise_row,
+                g.on_prompt_hidden,
+                g.state,
+                window_pages=g.window_pages,
+            )
+            for g in groups
         ]
         hidden_PD = self._prefill(chunks)
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G if not s.tokens_T]
@@ -355,7 +360,8 @@ class Generation:
 
     def _extend(self, s: LiveSample, tokens_W: list[int], logprobs_W: list[float]) -> bool:
         """Append a burst's tokens at once and return True, if none of them has to be looked at."""
-        may_end = len(s.tokens_T) + len(tokens_W) >= s.max_tokens or self._detokenizer.stop or self._on_token
+        has_criteria = self._stopping.detokenizer.stop or self._on_token
+        may_end = len(s.tokens_T) + len(tokens_W) >= s.max_tokens or has_criteria
         if may_end or not self._stop_token_ids.isdisjoint(tokens_W) or not math.isfinite(sum(logprobs_W)):
             return False
         s.tokens_T += tokens_W
@@ -365,7 +371,7 @@ class Generation:
 
     def _append(self, s: LiveSample, token: int, logprob: float) -> None:
         if not math.isfinite(logprob):
-            index = self._prompts_P[s.group.index].index
+            index = s.group.prompt.index
             raise UserError(
                 f"prompt {index}: the model's logits after {s.num_positions} tokens are not finite"
             )
@@ -377,15 +383,12 @@ class Generation:
         self.stats.num_tokens += 1
 
     def _finish(self, s: LiveSample) -> Literal["stop", "length"] | None:
-        if s.tokens_T[-1] in self._stop_token_ids or self._detokenizer.has_stop(s.turn_tokens_T):
+        if s.tokens_T[-1] in self._stop_token_ids or self._stopping.detokenizer.has_stop(s.turn_tokens_T):
             return "stop"
         return "length" if len(s.tokens_T) == s.max_tokens else None
 
     def _key(self, s: LiveSample) -> int:
-        prompt_index = self._prompts_P[s.group.index].index
-        step = self._step if s.group.seed_step is None else s.group.seed_step
-        coordinates = (self._seed, step, prompt_index, *s.group.seed_path, s.sample_index)
-        return self._runner.sampler.key(coordinates, s.group.prompt_tokens)
+        return self._runner.sampler.key((*s.group.coordinates, s.sample_index), s.group.prompt_tokens)
 
     def _note_pages(self) -> None:
         stats, windows = self.stats, self._scheduler.windows

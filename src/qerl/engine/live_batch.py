@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from qerl.engine.generation import Generation
-from qerl.engine.sampling.detokenizer import Detokenizer
+from qerl.engine.generation import Generation, StoppingCriteria
 from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.engine.schedule.constraint import AllowedLog, TokenConstraint
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
@@ -48,24 +47,23 @@ class LiveRequest:
 class _Live:
     request: LiveRequest
     group: LiveGroup
-    detokenizer: Detokenizer
+    stopping: StoppingCriteria
 
 
 class LiveBatch:
     def __init__(
         self,
-        make_generation: Callable[[dict[int, Prompt], Callable[[LiveSample], bool]], Generation],
-        new_group: Callable[[int, Prompt, int, Sampling], LiveGroup],
-        new_detokenizer: Callable[[tuple[str, ...]], Detokenizer],
-        to_sample: Callable[[LiveSample, Detokenizer], Sample],
+        make_generation: Callable[[Callable[[LiveSample], bool]], Generation],
+        new_group: Callable[[int, Prompt, int, int], LiveGroup],
+        stopping: Callable[[tuple[str, ...]], StoppingCriteria],
+        to_sample: Callable[[LiveSample, StoppingCriteria], Sample],
         logits: Callable[[Tensor], Tensor],
         *,
         max_positions: int,
     ):
-        """make_generation gets the prompts by the index of their group, and what to call for every token."""
-        self._prompts: dict[int, Prompt] = {}
-        self._generation = make_generation(self._prompts, self._on_token)
-        self._new_group, self._new_detokenizer, self._to_sample = new_group, new_detokenizer, to_sample
+        """make_generation gets what to call for every token."""
+        self._generation = make_generation(self._on_token)
+        self._new_group, self._stopping, self._to_sample = new_group, stopping, to_sample
         self._logits, self._max_positions = logits, max_positions
         self._live: dict[int, _Live] = {}
         self._num_added = 0
@@ -98,8 +96,7 @@ class LiveBatch:
         index = self._num_added
         group = self._group(index, request)
         self._num_added += 1
-        self._prompts[index] = request.prompt
-        self._live[index] = _Live(request, group, self._new_detokenizer(request.sampling.stop))
+        self._live[index] = _Live(request, group, self._stopping(request.sampling.stop))
         self._generation.add([group])
 
     def abort(self, requests: list[LiveRequest]) -> None:
@@ -109,7 +106,6 @@ class LiveBatch:
             self._generation.abort(gone)
         for group in gone:
             self._live.pop(group.index, None)  # the tokens that abort read may have ended it
-            self._prompts.pop(group.index, None)
 
     def forget(self, episodes: list[object]) -> None:
         """Keep no pages for these episodes any more."""
@@ -126,10 +122,9 @@ class LiveBatch:
             raise UserError(
                 f"the prompt has {len(prompt.tokens_T)} tokens; the limit is {self._max_positions - 1}"
             )
-        limited = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, num_left))
-        group = self._new_group(index, prompt, request.num_samples, limited)
+        group = self._new_group(index, prompt, request.num_samples, min(sampling.max_tokens, num_left))
         group.sampling, group.num_top_logprobs = sampling, request.num_top_logprobs
-        group.episode, group.prompt_T = request.episode, prompt.tokens_T
+        group.episode = request.episode
         if (logprobs := request.prompt_logprobs) is not None:
             group.on_prompt_hidden = functools.partial(logprobs.add, self._logits, prompt.tokens_T)
         for sample in group.samples_G:
@@ -139,7 +134,7 @@ class LiveBatch:
 
     def _on_token(self, s: LiveSample) -> bool:
         live = self._live[s.group.index]
-        is_complete = live.detokenizer.has_stop(s.tokens_T)
+        is_complete = live.stopping.detokenizer.has_stop(s.tokens_T)
         if s.allowed_log is not None and s.allowed_V is not None:
             s.allowed_log.add(s.allowed_V)
         if s.constraint is not None:
@@ -150,8 +145,8 @@ class LiveBatch:
         token = TokenLogprob(s.tokens_T[-1], s.logprobs_T[-1], s.top_logprobs)
         if s.finish is not None and live.request.is_learned:
             self._generation.keep_routes(s)
-        ended = None if s.finish is None else self._to_sample(s, live.detokenizer)
+        ended = None if s.finish is None else self._to_sample(s, live.stopping)
         live.request.on_token(s.sample_index, token, ended)
         if all(each.finish is not None for each in live.group.samples_G):
-            del self._live[s.group.index], self._prompts[s.group.index]
+            del self._live[s.group.index]
         return False

@@ -1,4 +1,4 @@
-"""Share what all engines do alike: prompts become groups of live samples, a Generation runs them, and what it
+"""Base class of local engines: prompts become groups of live samples, a Generation runs them, and what it
 leaves becomes samples. The engines differ in the caches and forward passes that they open for a call.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.engine.branch_batch import BranchBatch
-from qerl.engine.generation import Call, Generation
+from qerl.engine.generation import Generation, StoppingCriteria
 from qerl.engine.live_batch import LiveBatch
 from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
@@ -23,7 +23,17 @@ from qerl.errors import UserError
 from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.models.peft.adapter import publish
 from qerl.models.policy_model import PolicyModel
-from qerl.types import BegunGroup, BegunSample, Conversation, Group, OnBurst, Prompt, Sample, Sampling
+from qerl.types import (
+    BegunGroup,
+    BegunSample,
+    Conversation,
+    GenerateRequest,
+    Group,
+    OnBurst,
+    Prompt,
+    Sample,
+    Sampling,
+)
 
 # Prompts of a LiveBatch that are prefilled between two bursts: a second of SmolLM2-135M on two cores.
 _CPU_ADMITTED_TOKENS = 512
@@ -39,7 +49,7 @@ class NewGeneration(Protocol):
     def __call__(
         self,
         groups: list[LiveGroup],
-        call: Call,
+        stopping: StoppingCriteria,
         max_admitted_tokens: int | None = None,
         kept_fraction: float = 0.0,
     ) -> Generation: ...
@@ -71,6 +81,11 @@ class SamplingEngine(abc.ABC):
         return self._model.vocab_size
 
     @property
+    def max_positions(self) -> int:
+        """Longest prompt and sample together, in tokens."""
+        return self._model.max_positions
+
+    @property
     def notices(self) -> list[str]:
         """Messages for the user about limits of this engine."""
         return []
@@ -82,7 +97,7 @@ class SamplingEngine(abc.ABC):
     def expect(self, num_positions: int) -> None:
         """Note how long the longest prompt and sample of the run are together, in tokens: a call with longer
         ones than those before drops what was recorded. Nothing depends on it but time and memory."""
-        self._expected_positions = min(num_positions, self._model.max_positions)
+        self._expected_positions = min(num_positions, self.max_positions)
 
     def publish(self, version: int) -> None:
         """Sample from the learner's current weights from now on, under this version number."""
@@ -95,13 +110,11 @@ class SamplingEngine(abc.ABC):
 
     @abc.abstractmethod
     def open(
-        self, groups: list[LiveGroup], prompts_P: list[Prompt], sampling: Sampling | None
+        self, groups: list[LiveGroup], sampling: Sampling | None
     ) -> contextlib.AbstractContextManager[NewGeneration]:
         """Open caches for these groups; without sampling parameters every group has its own."""
 
-    def branch_batches(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> Iterator[BranchBatch]:
+    def branch_batches(self, request: GenerateRequest) -> Iterator[BranchBatch]:
         raise UserError("this engine cannot branch samples: set algo.branching to none")
 
     def score(self, groups: list[Group], *, sampling: Sampling, by_requests: bool = False) -> Tensor:
@@ -111,49 +124,33 @@ class SamplingEngine(abc.ABC):
     @torch.no_grad()
     def generate(
         self,
-        prompts_P: list[Prompt],
+        request: GenerateRequest,
         *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
         on_token: TokenCallback | None = None,
         on_burst: OnBurst | None = None,
         conversation: Conversation | None = None,
-        max_tokens_P_G: list[list[int]] | None = None,
     ) -> list[Group]:
-        """Return num_samples samples of each prompt, in order. If on_token ends a turn, finish is "stop".
+        """Return the samples of each prompt, in order. If on_token ends a turn, finish is "stop".
 
-        max_tokens_P_G: each sample's own maximum length, within sampling.max_tokens. on_burst: not with a
-        conversation, whose samples go on after a turn.
+        on_burst: not with a conversation, whose samples go on after a turn.
         """
-        assert num_samples > 0 and (on_burst is None or conversation is None)
+        assert request.num_samples > 0 and (on_burst is None or conversation is None)
         start_s = time.perf_counter()
-        detokenizer = Detokenizer(self.tokenizer, sampling.stop)
-        groups = [self._new_group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
+        stopping, groups = self.stopping(request.sampling.stop), self._new_groups(request)
         if not groups:
             self.stats = Stats()
             return []
-        _limit(groups, max_tokens_P_G)
-        self._assign_noise_rows(groups, prompts_P)
-        with self.open(groups, prompts_P, sampling) as new_generation:
+        with self.open(groups, request.sampling) as new_generation:
             open_s = time.perf_counter() - start_s
-            callback = None if on_token is None else self._live_callback(on_token, detokenizer)
-            call = Call(
-                prompts_P=prompts_P,
-                detokenizer=detokenizer,
-                seed=seed,
-                step=step,
-                on_token=callback,
-                conversation=conversation,
-            )
-            generation = new_generation(groups, call)
+            callback = None if on_token is None else self._live_callback(on_token, stopping)
+            criteria = dataclasses.replace(stopping, on_token=callback, conversation=conversation)
+            generation = new_generation(groups, criteria)
             self.stats = generation.stats
             self.stats.open_s = open_s
-            ended = _Ended(groups, lambda g: self._to_group(prompts_P[g.index], g, detokenizer), on_burst)
-            generation.run(ended.tell)
+            complete = _CompleteGroups(groups, lambda group: self._to_group(group, stopping), on_burst)
+            generation.run(complete.notify)
         self.stats.generate_s = time.perf_counter() - start_s
-        return [group for _, group in ended.all()]
+        return [group for _, group in complete.all()]
 
     @torch.no_grad()
     def continue_groups(
@@ -169,29 +166,29 @@ class SamplingEngine(abc.ABC):
     ) -> list[tuple[BegunGroup, Group | None]]:
         """Sample until is_enough, which gets whether each group is complete, or all are; return each group as
         it is then, and its samples if it is complete. on_burst: as in generate, of all groups that are
-        complete. max_tokens_P_G: as in generate.
+        complete. max_tokens_P_G: as in GenerateRequest.
 
         Earlier tokens keep the logprobs that they were sampled with. They are computed again by the current
         weights, unless the group brings a cache, as it does after carries_cache.
         """
         start_s, self.stats = time.perf_counter(), Stats()
-        detokenizer = Detokenizer(self.tokenizer, sampling.stop)
-        prompts_P = [begun.prompt for begun in begun_P]
-        groups = [self._resumed(i, begun, sampling) for i, begun in enumerate(begun_P)]
+        stopping = self.stopping(sampling.stop)
+        groups = [self._resumed(i, begun, sampling.max_tokens, seed) for i, begun in enumerate(begun_P)]
         _limit(groups, max_tokens_P_G)
-        self._assign_noise_rows(groups, prompts_P)
+        self._assign_noise_rows(groups)
         unfinished = [g for g in groups if not _is_complete(g)]
 
-        def whole(group: LiveGroup) -> Group:
-            return self._whole_group(self._left(begun_P[group.index], group), group, detokenizer)
+        def to_group(group: LiveGroup) -> Group:
+            return self._whole_group(self._left(begun_P[group.index], group), group, stopping)
 
-        ended = _Ended(groups, whole, on_burst)
+        complete = _CompleteGroups(groups, to_group, on_burst)
         if unfinished:
-            with self.open(unfinished, prompts_P, sampling) as new_generation:
-                call = Call(prompts_P=prompts_P, detokenizer=detokenizer, seed=seed, step=0)
-                generation = new_generation(unfinished, call)
+            with self.open(unfinished, sampling) as new_generation:
+                generation = new_generation(unfinished, stopping)
                 self.stats = generation.stats
-                generation.run(lambda: ended.tell() or is_enough([_is_complete(group) for group in groups]))
+                generation.run(
+                    lambda: complete.notify() or is_enough([_is_complete(group) for group in groups])
+                )
                 left = [g for g in unfinished if not _is_complete(g)]
                 if carries_cache:
                     generation.carry(left)
@@ -199,7 +196,7 @@ class SamplingEngine(abc.ABC):
                     _drop_carried(left)
                 generation.abort(left)
             self.stats.generate_s = time.perf_counter() - start_s
-        whole_by_index = dict(ended.all())
+        whole_by_index = dict(complete.all())
         left = [
             (self._left(begun, group), whole_by_index.get(group.index))
             for begun, group in zip(begun_P, groups, strict=True)
@@ -213,16 +210,17 @@ class SamplingEngine(abc.ABC):
         samples_G = [_begun_sample(s, before, self.version) for s, before in pairs]
         return dataclasses.replace(begun, samples_G=samples_G, cache=group.carried)
 
-    def _resumed(self, index: int, begun: BegunGroup, sampling: Sampling) -> LiveGroup:
-        group = self._new_group(index, begun.prompt, len(begun.samples_G), sampling)
-        group.seed_step, group.carried = begun.seed_step, begun.cache
+    def _resumed(self, index: int, begun: BegunGroup, max_tokens: int, seed: int) -> LiveGroup:
+        coordinates = seed, begun.seed_step
+        group = self._new_group(index, begun.prompt, len(begun.samples_G), max_tokens, coordinates)
+        group.carried = begun.cache
         for sample, before in zip(group.samples_G, begun.samples_G, strict=True):
             sample.tokens_T, sample.logprobs_T = list(before.tokens_T), list(before.logprobs_T)
             sample.finish, sample.routes, sample.carried = before.finish, before.routes, before.cache
         return group
 
-    def _whole_group(self, after: BegunGroup, group: LiveGroup, detokenizer: Detokenizer) -> Group:
-        whole = self._to_group(after.prompt, group, detokenizer)
+    def _whole_group(self, after: BegunGroup, group: LiveGroup, stopping: StoppingCriteria) -> Group:
+        whole = self._to_group(group, stopping)
         versions_G = [sample.versions for sample in after.samples_G]
         samples_G = [
             dataclasses.replace(s, version=each[-1][0], versions=each if len(each) > 1 else ())
@@ -238,68 +236,89 @@ class SamplingEngine(abc.ABC):
         kept_fraction: of the pages, in which those between an episode's requests are kept at most.
         """
         prompt = Prompt(index=0, text="", tokens_T=[0], messages=None, columns={})
-        longest = self._new_group(0, prompt, 1, Sampling(max_tokens=max_positions - 1))
-        detokenizer = Detokenizer(self.tokenizer, ())
-        with torch.no_grad(), self.open([longest] * self.max_rows, [prompt], None) as new_generation:
+        longest, stopping = self._new_group(0, prompt, 1, max_positions - 1), self.stopping()
+        with torch.no_grad(), self.open([longest] * self.max_rows, None) as new_generation:
             is_cpu = self._model.device.type == "cpu"
             max_admitted_tokens = _CPU_ADMITTED_TOKENS if is_cpu else self._max_num_batched_tokens
             yield LiveBatch(
-                lambda prompts, on_token: new_generation(
-                    [],
-                    Call(prompts_P=prompts, detokenizer=detokenizer, seed=0, step=0, on_token=on_token),
-                    max_admitted_tokens,
-                    kept_fraction,
+                lambda on_token: new_generation(
+                    [], dataclasses.replace(stopping, on_token=on_token), max_admitted_tokens, kept_fraction
                 ),
                 self._new_group,
-                lambda stop: Detokenizer(self.tokenizer, stop),
+                self.stopping,
                 self._to_sample,
                 self._model.logits,
                 max_positions=max_positions,
             )
 
-    def _new_group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
-        prompt_tokens, max_positions = len(prompt.tokens_T), self._model.max_positions
+    def stopping(self, stop: tuple[str, ...] = ()) -> StoppingCriteria:
+        """Return what ends a sample: the engine's stop tokens, and these strings."""
+        return StoppingCriteria(
+            stop_token_ids=self.stop_token_ids, detokenizer=Detokenizer(self.tokenizer, stop)
+        )
+
+    def _new_groups(self, request: GenerateRequest) -> list[LiveGroup]:
+        each = request.num_samples, request.sampling.max_tokens, (request.seed, request.step)
+        groups = [self._new_group(i, prompt, *each) for i, prompt in enumerate(request.prompts_P)]
+        _limit(groups, request.max_tokens_P_G)
+        self._assign_noise_rows(groups)
+        return groups
+
+    def _new_group(
+        self,
+        index: int,
+        prompt: Prompt,
+        num_samples: int,
+        max_tokens: int,
+        coordinates: tuple[int, int] = (0, 0),
+    ) -> LiveGroup:
+        """Return samples to be sampled; coordinates: (seed, step)."""
+        prompt_tokens, max_positions = len(prompt.tokens_T), self.max_positions
         if not 0 < prompt_tokens < max_positions:
             raise UserError(
                 f"prompt {prompt.index} has {prompt_tokens} tokens;"
                 f" the model allows 1 to {max_positions - 1} in its context of {max_positions}"
             )
-        max_tokens = min(sampling.max_tokens, max_positions - prompt_tokens)
-        group = LiveGroup(index=index, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+        group = LiveGroup(
+            index=index,
+            prompt=prompt,
+            coordinates=(*coordinates, prompt.index),
+            prompt_tokens=prompt_tokens,
+            max_tokens=min(max_tokens, max_positions - prompt_tokens),
+        )
         group.samples_G = [LiveSample(group=group, sample_index=g) for g in range(num_samples)]
         return group
 
-    def _assign_noise_rows(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> None:
-        members = [(prompts_P[group.index].index, range(len(group.samples_G))) for group in groups]
+    def _assign_noise_rows(self, groups: list[LiveGroup]) -> None:
+        members = [(group.prompt.index, range(len(group.samples_G))) for group in groups]
         for group, (row, rows_G) in zip(groups, self._model.noise_table.rows(members), strict=True):
             group.noise_row = row
             for sample, sample_row in zip(group.samples_G, rows_G, strict=True):
                 sample.noise_row = sample_row
 
-    def _to_group(self, prompt: Prompt, group: LiveGroup, detokenizer: Detokenizer) -> Group:
+    def _to_group(self, group: LiveGroup, stopping: StoppingCriteria) -> Group:
         return Group(
-            prompt=prompt,
-            samples_G=[self._to_sample(s, detokenizer) for s in group.samples_G],
+            prompt=group.prompt,
+            samples_G=[self._to_sample(s, stopping) for s in group.samples_G],
             prefix_tokens=0 if group.parent is None else group.num_parent_tokens + 1,
         )
 
     def _live_callback(
-        self, on_token: TokenCallback, detokenizer: Detokenizer
+        self, on_token: TokenCallback, stopping: StoppingCriteria
     ) -> Callable[[LiveSample], bool]:
         def call(s: LiveSample) -> bool:
-            ended = None if s.finish is None else self._to_sample(s, detokenizer)
+            ended = None if s.finish is None else self._to_sample(s, stopping)
             return on_token(s.group.index, s.sample_index, s.tokens_T[-1], ended)
 
         return call
 
-    def _to_sample(self, s: LiveSample, detokenizer: Detokenizer) -> Sample:
+    def _to_sample(self, s: LiveSample, stopping: StoppingCriteria) -> Sample:
         assert s.finish is not None
         tokens_T = s.all_tokens_T
-        end = -1 if tokens_T[-1] in self.stop_token_ids else None
         return Sample(
             tokens_T=tokens_T,
             logprobs_T=s.all_logprobs_T,
-            text=detokenizer.decode(tokens_T[:end]),
+            text=stopping.text(tokens_T),
             finish=s.finish,
             version=self.version,
             environment_spans=tuple(s.environment_spans),
@@ -309,28 +328,30 @@ class SamplingEngine(abc.ABC):
         )
 
 
-class _Ended:
-    """Groups of a call in the form that it returns, made when on_burst is first told of each."""
+class _CompleteGroups:
+    """The complete groups of a call in the form that it returns, converted once."""
 
-    def __init__(self, groups: list[LiveGroup], made: Callable[[LiveGroup], Group], on_burst: OnBurst | None):
-        self._left, self._made, self._on_burst = list(groups), made, on_burst
-        self._ended: dict[int, Group] = {}
+    def __init__(
+        self, groups: list[LiveGroup], to_group: Callable[[LiveGroup], Group], on_burst: OnBurst | None
+    ):
+        self._incomplete, self._to_group, self._on_burst = list(groups), to_group, on_burst
+        self._complete: dict[int, Group] = {}
 
-    def tell(self) -> bool:
-        """Tell of the groups that have ended since; False: the generation goes on."""
+    def notify(self) -> bool:
+        """Call on_burst with the groups that are newly complete; return False: the generation goes on."""
         if self._on_burst is not None:
             self._on_burst(self._take())
         return False
 
     def all(self) -> list[tuple[int, Group]]:
-        """Return the groups that have ended with their indices, in order."""
+        """Return the complete groups with their indices, in order."""
         self._take()
-        return sorted(self._ended.items())
+        return sorted(self._complete.items())
 
     def _take(self) -> list[tuple[int, Group]]:
-        new = [(group.index, self._made(group)) for group in self._left if _is_complete(group)]
-        self._ended |= new
-        self._left = [group for group in self._left if group.index not in self._ended]
+        new = [(group.index, self._to_group(group)) for group in self._incomplete if _is_complete(group)]
+        self._complete |= new
+        self._incomplete = [group for group in self._incomplete if group.index not in self._complete]
         return new
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
 from qerl.engine.decode.runner import Burst
-from qerl.engine.generation import Call, Generation
+from qerl.engine.generation import Generation, StoppingCriteria
 from qerl.engine.lockstep import Lockstep, begin
 from qerl.engine.prefill.prefill import PrefillChunk
 from qerl.engine.sampling.row_sampler import RowSampler
@@ -31,7 +31,7 @@ from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.schedule.page_pool import PagePool
 from qerl.engine.schedule.scheduler import Scheduler, min_group_pages, num_pages
 from qerl.models.transformers_backend.transformers_model import TransformersModel
-from qerl.types import Prompt, Sampling
+from qerl.types import Sampling
 
 _MOST_PAGES = 1 << 18  # of a server, whose requests could be as long as the model allows
 
@@ -62,16 +62,14 @@ class TransformersEngine(SamplingEngine):
         return [*self._transformer.notices, *([limit] if self._config.kv_cache_gb is not None else [])]
 
     @contextlib.contextmanager
-    def open(
-        self, groups: list[LiveGroup], prompts_P: list[Prompt], sampling: Sampling | None
-    ) -> Iterator[NewGeneration]:
+    def open(self, groups: list[LiveGroup], sampling: Sampling | None) -> Iterator[NewGeneration]:
         page_tokens = self._config.block_size
         needed = [_pages(group, page_tokens) for group in groups]
         pages = max(min(sum(needed), _MOST_PAGES), *needed)
 
         def new_generation(
             groups: list[LiveGroup],
-            call: Call,
+            stopping: StoppingCriteria,
             max_admitted_tokens: int | None = None,
             kept_fraction: float = 0.0,
         ) -> Generation:
@@ -89,8 +87,7 @@ class TransformersEngine(SamplingEngine):
                 ),
                 prefill,
                 TransformersRunner(self._transformer, self._sampler(sampling), caches),
-                call,
-                stop_token_ids=self.stop_token_ids,
+                stopping,
             )
 
         yield new_generation

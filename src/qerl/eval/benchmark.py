@@ -23,7 +23,7 @@ from qerl.algo.estimate import majority_vote
 from qerl.tracking.atomic_file import encode, parse_object, write_atomic
 from qerl.training.rollouts import evaluation
 from qerl.training.rollouts.evaluation import Evaluation
-from qerl.types import Prompt, RolloutEngine, Sampling
+from qerl.types import GenerateRequest, RolloutEngine
 
 _SAMPLES_PER_BATCH = 1024
 """Samples between two writes of the file: a few times what a GPU samples in parallel, so that it is seldom
@@ -36,27 +36,26 @@ CountVotes = Callable[[list[list[str]]], list[list[str | None]]]
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
     name: str
-    prompts: list[Prompt]
+    request: GenerateRequest
+    """For all problems."""
     answer_column: str
     score: evaluation.Score
     count_votes: CountVotes | None
     """None if the rewards do not read an answer, so that there is no majority."""
-    num_samples: int
-    sampling: Sampling
-    seed: int
     success_threshold: float | None
     """None: there is no accuracy, only the mean reward."""
 
 
 def settings_of(benchmark: Benchmark, settings: dict[str, Any]) -> dict[str, Any]:
     """Return everything that the results depend on; `settings` are those of the model and the data."""
-    problems = [[prompt.text, prompt.columns.get(benchmark.answer_column)] for prompt in benchmark.prompts]
+    request, answer_column = benchmark.request, benchmark.answer_column
+    problems = [[prompt.text, prompt.columns.get(answer_column)] for prompt in request.prompts_P]
     return {
         "set": benchmark.name,
         **settings,
-        "num_samples": benchmark.num_samples,
-        **dataclasses.asdict(benchmark.sampling),
-        "seed": benchmark.seed,
+        "num_samples": request.num_samples,
+        **dataclasses.asdict(request.sampling),
+        "seed": request.seed,
         "success_threshold": benchmark.success_threshold,
         "num_prompts": len(problems),
         "problems_digest": hashlib.sha256(encode(problems)).hexdigest()[:16],
@@ -82,13 +81,13 @@ def run_benchmark(
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
     """Evaluate the problems that the file lacks and return the summary; the engine is made only if needed."""
-    problems = read_results(path)
-    remaining = benchmark.prompts[len(problems) :]
-    batch = max(1, _SAMPLES_PER_BATCH // benchmark.num_samples)
+    problems, prompts_P = read_results(path), benchmark.request.prompts_P
+    batch = max(1, _SAMPLES_PER_BATCH // benchmark.request.num_samples)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for start in range(0, len(remaining), batch):
-        notice(f"{benchmark.name}: {len(problems):,} of {len(benchmark.prompts):,} problems done")
-        problems += _evaluate(benchmark, engine(), remaining[start : start + batch])
+    for start in range(len(problems), len(prompts_P), batch):
+        notice(f"{benchmark.name}: {len(problems):,} of {len(prompts_P):,} problems done")
+        request = benchmark.request.with_prompts(prompts_P[start : start + batch])
+        problems += _evaluate(benchmark, engine(), request)
         _write(path, settings, problems, None)
     summary = summarize_problems(problems, benchmark.success_threshold)
     _write(path, settings, problems, summary)
@@ -99,25 +98,24 @@ def _write(path: Path, settings: dict[str, Any], problems: list[dict[str, Any]],
     write_atomic(path, encode({"settings": settings, "summary": summary, "problems": problems}))
 
 
-def _evaluate(benchmark: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt]) -> list[dict[str, Any]]:
-    sampled = _graded(benchmark, engine, prompts_P, benchmark.num_samples, benchmark.sampling)
-    best = _graded(benchmark, engine, prompts_P, 1, evaluation.greedy(benchmark.sampling))
+def _evaluate(benchmark: Benchmark, engine: RolloutEngine, request: GenerateRequest) -> list[dict[str, Any]]:
+    sampled = _graded(benchmark, engine, request)
+    greedy = evaluation.greedy(request.sampling)
+    best = _graded(benchmark, engine, dataclasses.replace(request, num_samples=1, sampling=greedy))
     return [
         {"index": prompt.index, "answer": prompt.columns.get(benchmark.answer_column), **samples}
         | {"majority": _majority(samples)}
         | {"greedy": {field: one[fields][0] for field, fields in _GREEDY_FIELDS.items()}}
-        for prompt, samples, one in zip(prompts_P, sampled, best, strict=True)
+        for prompt, samples, one in zip(request.prompts_P, sampled, best, strict=True)
     ]
 
 
 def _graded(
-    benchmark: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt], num_samples: int, sampling: Sampling
+    benchmark: Benchmark, engine: RolloutEngine, request: GenerateRequest
 ) -> list[dict[str, list[Any]]]:
     """Return rewards, votes and lengths of the samples of each prompt."""
-    groups, rewards_P_G = evaluation.sample_and_score(
-        engine, benchmark.score, prompts_P, num_samples=num_samples, sampling=sampling, seed=benchmark.seed
-    )
-    votes_P_G: list[list[str | None]] = [[None] * num_samples] * len(groups)
+    groups, rewards_P_G = evaluation.sample_and_score(engine, benchmark.score, request)
+    votes_P_G: list[list[str | None]] = [[None] * request.num_samples] * len(groups)
     if benchmark.count_votes is not None:
         votes_P_G = benchmark.count_votes([[sample.text for sample in group.samples_G] for group in groups])
     return [

@@ -32,8 +32,9 @@ from qerl.tracking.provenance import environment
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.engines.multi_turn import MultiTurnEngine, with_environment
 from qerl.training.policy import check_prompt_fits, load_tokenizer_and_limit, load_trained_sampler
+from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.rollouts.rollout import sampling_of
-from qerl.types import Prompt, Sampling
+from qerl.types import GenerateRequest, Prompt, Sampling
 
 
 def run_benchmarks(
@@ -65,8 +66,7 @@ def run_benchmarks(
         check_prompt_fits(max_prompt_tokens, options.max_tokens, "max_tokens")
         benchmarks, sampling = {}, sampling_of(config)
         for name, task in tasks.items():
-            limits = {"num": options.num_prompts, "max_prompt_tokens": max_prompt_tokens}
-            prompts = _prompts(task, tokenizer, config.seed, is_whole=has_benchmarks, **limits)
+            prompts = _prompts(task, tokenizer, options, max_prompt_tokens, is_whole=has_benchmarks)
             pools[_grading(task)].check(prompts[0])
             benchmarks[name] = _benchmark(
                 name, task, prompts, pools[_grading(task)], votes, sampling, options
@@ -178,17 +178,17 @@ def _with_prompt(task: TaskConfig, trained: TaskConfig | None, options: EvalOpti
 def _prompts(
     task: TaskConfig,
     tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    *,
-    num: int | None,
+    options: EvalOptions,
     max_prompt_tokens: int,
+    *,
     is_whole: bool,
 ) -> list[Prompt]:
     """Return all rows of a benchmark, or the held-out rows of a task."""
+    num = options.num_prompts
     if is_whole:
         return all_prompts(task, tokenizer, num=num, max_prompt_tokens=max_prompt_tokens)
-    prompts = build_task(task, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens).held_out(num)
-    if not prompts:
+    built = build_task(task, tokenizer, seed=options.seed, max_prompt_tokens=max_prompt_tokens)
+    if not (prompts := built.held_out(num)):
         raise UserError(f"{task.name} has no held-out rows to evaluate on: set task.num_held_out")
     return prompts
 
@@ -205,13 +205,16 @@ def _benchmark(
     grader = voting_grader(task.rewards)
     return Benchmark(
         name=name,
-        prompts=prompts,
+        request=GenerateRequest(
+            prompts,
+            num_samples=options.num_samples,
+            sampling=sampling,
+            seed=options.seed,
+            step=EVALUATION_STEP,
+        ),
         answer_column=task.answer_column,
         score=pool.score,
         count_votes=partial(votes.count, grader) if grader else None,
-        num_samples=options.num_samples,
-        sampling=sampling,
-        seed=options.seed,
         success_threshold=pool.success_threshold(options.success_threshold),
     )
 

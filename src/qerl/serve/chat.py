@@ -16,7 +16,7 @@ from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.stream import TextStream
 from qerl.tasks.prompt import render_chat
 from qerl.training.signals import StopSignal
-from qerl.types import Prompt, Sample, Sampling
+from qerl.types import GenerateRequest, Prompt, Sample, Sampling
 
 Message = dict[str, str]
 
@@ -89,7 +89,7 @@ class Chat:
             self._out.flush()
             return stop.requested is not None
 
-        (group,) = self._model.engine.generate(
+        request = GenerateRequest(
             [Prompt(index=self._num_turns, text="", tokens_T=tokens_T, messages=None, columns={})],
             num_samples=1,
             sampling=Sampling(
@@ -97,8 +97,8 @@ class Chat:
             ),
             seed=self._seed,
             step=0,
-            on_token=watch,
         )
+        (group,) = self._model.engine.generate(request, on_token=watch)
         self._out.write("\n")
         self._out.flush()
         return group.samples_G[0]

@@ -16,7 +16,7 @@ from qerl.models.policy_model import PolicyModel
 from qerl.tasks import RewardPool
 from qerl.tasks.prompt import render_chat
 from qerl.tasks.scoring import Failure
-from qerl.types import Prompt, Sampling
+from qerl.types import GenerateRequest, Prompt, Sampling
 
 
 class BaseJudge:
@@ -39,7 +39,8 @@ class BaseJudge:
         sampling = Sampling(max_tokens=self._settings.max_tokens, temperature=0.0)
         with self._model.noise_table.paused(), adapter_off(self._model):
             engine = self._engine = self._engine or self._made()
-            groups = engine.generate(prompts_P, num_samples=1, sampling=sampling, seed=0, step=0)
+            request = GenerateRequest(prompts_P, num_samples=1, sampling=sampling, seed=0, step=0)
+            groups = engine.generate(request)
         replies = iter(group.samples_G[0].text for group in groups)
         return [each if isinstance(each, Failure) else next(replies) for each in found]
 

@@ -32,6 +32,7 @@ from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import Task, build_task
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.rollouts.rollout import sampling_of
+from qerl.types import GenerateRequest
 
 NOTE = "qerl_calibrated.json"
 NUM_SAMPLES, MAX_SAMPLE_TOKENS = 4, 256
@@ -104,9 +105,10 @@ def _sampled(
         prompts_P = [p for p in task.train_prompts(call, config.num_prompts) if p.index not in found]
         if not prompts_P or num_tokens >= CALIBRATION_TOKENS:
             break
-        for group in engine.generate(
+        request = GenerateRequest(
             prompts_P, num_samples=NUM_SAMPLES, sampling=sampling, seed=config.seed, step=EVALUATION_STEP
-        ):
+        )
+        for group in engine.generate(request):
             samples = list(map(list, dict.fromkeys(tuple(sample.tokens_T) for sample in group.samples_G)))
             found[group.prompt.index] = group.prompt.tokens_T, samples
             num_tokens += len(group.prompt.tokens_T) + sum(map(len, samples))

@@ -46,7 +46,7 @@ from qerl.tracking.loggers import check_loggers
 from qerl.tracking.provenance import check_same_run, version
 from qerl.training.backend_limits import check_backend
 from qerl.training.policy import check_task, load_sampler, load_task
-from qerl.training.rollouts.rollout import sampling_of
+from qerl.training.rollouts.rollout import sampling_of, step_request
 from qerl.types import Group, Prompt, Sample
 
 Status = Literal["ok", "note", "broken", "skipped"]
@@ -304,14 +304,11 @@ class Preflight:
         _, engine = load_sampler(config, self._tokenizer)
 
         def generate(step: int, max_tokens: int, end_s: float) -> int:
-            groups = engine.generate(
-                prompts_P,
-                num_samples=group,
+            request = dataclasses.replace(
+                step_request(config, prompts_P, step),
                 sampling=dataclasses.replace(sampling, max_tokens=max_tokens),
-                seed=config.seed,
-                step=step,
-                on_token=lambda *_: time.monotonic() > end_s,
             )
+            groups = engine.generate(request, on_token=lambda *_: time.monotonic() > end_s)
             return sum(len(sample.tokens_T) for each in groups for sample in each.samples_G)
 
         generate(0, min(2, max_tokens), float("inf"))

@@ -28,10 +28,10 @@ from qerl.config import RunConfig
 from qerl.engine.stats import Stats
 from qerl.errors import RunError, UserError, require
 from qerl.learner.distributed import Ranks
-from qerl.training.engines.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine
+from qerl.training.engines.replayed_batch import HistoriesPG, Parent, ReplayingEngine
 from qerl.training.ray_worker import MakeEpisodes, PublishedPolicy, Sampled, Worker
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
-from qerl.types import Group, Prompt, Sample
+from qerl.types import GenerateRequest, Group, OnBurst, Prompt, Sample
 
 _MAX_ATTEMPTS = 3
 _REACHING_S = 5.0
@@ -152,15 +152,16 @@ class _GpuReservation:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Request:
-    """One worker's part of the prompts of a call."""
+class _Job:
+    """One worker's part of a request."""
 
     worker_index: int
     method: str
     policy: PublishedPolicy
-    items: list[Any]
+    num_prompts: int
     """Prompts, or parents of branches."""
     arguments: tuple[Any, ...]
+    """Those of the method after the policy."""
     worker: Any = None
     answer: Any = None
     attempts: int = 0
@@ -184,9 +185,9 @@ class RemoteEngine(ReplayingEngine):
         self._prompts, self._noise, self._adapter, self._notice = prompts, noise, adapter, notice
         self._split, self.stats = Ranks(0, config.ray.num_samplers), Stats()
         self._version, self._published = 0, [None]
-        self._ahead: dict[tuple[int, tuple[int, ...]], list[_Request]] = {}
+        self._ahead: dict[tuple[int, tuple[int, ...]], list[_Job]] = {}
         self._newest_step = -1
-        self._pending: list[_Request] = []
+        self._pending: list[_Job] = []
         named = ("staleness", "replaced_samplers", "resampled_prompts", "noise_draws")
         self._metrics: dict[str, float] = dict.fromkeys(named, 0.0)
         self._of_workers: dict[str, float] = {}
@@ -197,33 +198,37 @@ class RemoteEngine(ReplayingEngine):
         masters = {name: master.cpu() for name, master in self._adapter().items()}
         self._version, self._published = version, [self._cluster.ray.put(masters)]
 
-    def unbranched(self, prompts_P: list[Prompt], draw: Draw) -> list[Group]:
-        if draw.step != EVALUATION_STEP:
-            self._request_ahead(draw, draw.step + self._config.ray.max_staleness)
-        return self._groups(prompts_P, self._results_of(prompts_P, draw))
+    def generate(self, request: GenerateRequest, *, on_burst: OnBurst | None = None) -> list[Group]:
+        if request.step != EVALUATION_STEP:
+            self._start_ahead(request, request.step + self._config.ray.max_staleness)
+        return self._groups(request, self._results_of(request))
 
-    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
-        """Later steps are asked for by `branch`: the branches of this one go first."""
-        self._request_ahead(draw, draw.step)
-        parts = self._results_of(prompts_P, draw)
-        return self._groups(prompts_P, parts), self._split.interleave([part.histories_P_G for part in parts])
+    def sample(self, request: GenerateRequest) -> tuple[list[Group], HistoriesPG]:
+        """Later steps are started by `branch`: the branches of this one go first."""
+        self._start_ahead(request, request.step)
+        parts = self._results_of(request)
+        return self._groups(request, parts), self._split.interleave([part.histories_P_G for part in parts])
 
-    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
-        jobs = self._request("branch", parents, draw, num_branches) if parents else []
-        self._request_ahead(draw, draw.step + self._config.ray.max_staleness)
-        parts = self._results(jobs, draw.step)
+    def branch(
+        self, parents: list[Parent], num_branches: int, request: GenerateRequest
+    ) -> list[list[Sample]]:
+        shared = num_branches, request.with_prompts([])
+        jobs = self._start("branch", request.step, parents, lambda own: (own, *shared)) if parents else []
+        self._start_ahead(request, request.step + self._config.ray.max_staleness)
+        parts = self._results(jobs, request.step)
         return [samples_G for _, samples_G in self._split.interleave([part.groups_P for part in parts])]
 
-    def _groups(self, prompts_P: list[Prompt], parts: list[Sampled]) -> list[Group]:
-        pairs = zip(prompts_P, self._split.interleave([part.groups_P for part in parts]), strict=True)
-        return [Group(prompt=opened or prompt, samples_G=found) for prompt, (opened, found) in pairs]
+    def _groups(self, request: GenerateRequest, parts: list[Sampled]) -> list[Group]:
+        found_P = self._split.interleave([part.groups_P for part in parts])
+        pairs = zip(request.prompts_P, found_P, strict=True)
+        return [Group(prompt=opened or prompt, samples_G=samples_G) for prompt, (opened, samples_G) in pairs]
 
-    def _results_of(self, prompts_P: list[Prompt], draw: Draw) -> list[Sampled]:
-        """Wait for the samples of these prompts, which may have been asked for before."""
-        jobs = self._ahead.pop(_key(draw.step, prompts_P), None) or self._request("sample", prompts_P, draw)
-        return self._results(jobs, draw.step)
+    def _results_of(self, request: GenerateRequest) -> list[Sampled]:
+        """Wait for the samples, which may have been started before."""
+        jobs = self._ahead.pop(_key(request), None) or self._start_samples(request)
+        return self._results(jobs, request.step)
 
-    def _results(self, jobs: list[_Request], step: int) -> list[Sampled]:
+    def _results(self, jobs: list[_Job], step: int) -> list[Sampled]:
         """Wait for the answers; count them in stats and metrics."""
         parts = [self._result(job) for job in jobs]
         self.stats = Stats(num_tokens=sum(part.num_tokens for part in parts))
@@ -240,32 +245,39 @@ class RemoteEngine(ReplayingEngine):
         of_workers, self._of_workers = self._of_workers, {}
         return taken | of_workers
 
-    def _request_ahead(self, draw: Draw, last: int) -> None:
-        """Ask for the samples of all steps up to the last one that have not been asked for."""
+    def _start_ahead(self, request: GenerateRequest, last: int) -> None:
+        """Start the samples of all steps up to the last one that have not been started."""
         last = min(last, self._config.num_steps - 1)
-        for later in range(max(draw.step, self._newest_step + 1), last + 1):
-            prompts_P = self._prompts(later, self._config.num_prompts)
-            own = dataclasses.replace(draw, step=later)
-            self._ahead[_key(later, prompts_P)] = self._request("sample", prompts_P, own)
+        for step in range(max(request.step, self._newest_step + 1), last + 1):
+            prompts_P = self._prompts(step, self._config.num_prompts)
+            later = dataclasses.replace(request, prompts_P=prompts_P, step=step)
+            self._ahead[_key(later)] = self._start_samples(later)
         self._newest_step = max(last, self._newest_step)
 
-    def _request(self, method: str, items: list[Any], draw: Draw, *more: Any) -> list[_Request]:
-        """Ask each worker for its share, by its method of this name."""
-        noise = None if draw.step == EVALUATION_STEP else self._noise.state()
+    def _start_samples(self, request: GenerateRequest) -> list[_Job]:
+        return self._start(
+            "sample", request.step, request.prompts_P, lambda own_P: (request.with_prompts(own_P),)
+        )
+
+    def _start(
+        self, method: str, step: int, items: list[Any], arguments: Callable[[list[Any]], tuple[Any, ...]]
+    ) -> list[_Job]:
+        """Call the workers' method of this name, with the arguments for each worker's share of the items."""
+        noise = None if step == EVALUATION_STEP else self._noise.state()
         policy, jobs = PublishedPolicy(self._version, self._published, noise), []
         for index in range(self._split.count):
             own = Ranks(index, self._split.count).own(items)
-            jobs.append(_Request(index, method, policy, own, (draw, *more)))
+            jobs.append(_Job(index, method, policy, len(own), arguments(own)))
             self._send(jobs[-1])
         self._pending += jobs
         return jobs
 
-    def _send(self, job: _Request) -> None:
+    def _send(self, job: _Job) -> None:
         job.worker = self._cluster.workers[job.worker_index]
-        job.answer = getattr(job.worker, job.method).remote(job.policy, job.items, *job.arguments)
+        job.answer = getattr(job.worker, job.method).remote(job.policy, *job.arguments)
         job.attempts += 1
 
-    def _result(self, job: _Request) -> Sampled:
+    def _result(self, job: _Job) -> Sampled:
         while True:
             try:
                 with self._cluster.unwrapped_errors():
@@ -279,7 +291,7 @@ class RemoteEngine(ReplayingEngine):
             self._pending.remove(job)
             return answer
 
-    def _replace(self, lost: _Request) -> None:
+    def _replace(self, lost: _Job) -> None:
         """Replace the lost worker and repeat its outstanding requests."""
         lost_worker = lost.worker
         self._cluster.replace(lost.worker_index)
@@ -287,12 +299,12 @@ class RemoteEngine(ReplayingEngine):
         outstanding = [job for job in of_worker if not self._has_result(job)]
         for job in outstanding:
             self._send(job)
-        num_prompts = sum(len(job.items) for job in outstanding)
+        num_prompts = sum(job.num_prompts for job in outstanding)
         self._metrics["replaced_samplers"] += 1
         self._metrics["resampled_prompts"] += num_prompts
         self._notice(f"sampler {lost.worker_index} died; a new one samples its {num_prompts} prompts")
 
-    def _has_result(self, job: _Request) -> bool:
+    def _has_result(self, job: _Job) -> bool:
         ray = self._cluster.ray
         if not ray.wait([job.answer], timeout=0)[0]:
             return False
@@ -305,8 +317,8 @@ class RemoteEngine(ReplayingEngine):
         return True
 
 
-def _key(step: int, prompts_P: list[Prompt]) -> tuple[int, tuple[int, ...]]:
-    return step, tuple(prompt.index for prompt in prompts_P)
+def _key(request: GenerateRequest) -> tuple[int, tuple[int, ...]]:
+    return request.step, tuple(prompt.index for prompt in request.prompts_P)
 
 
 def with_round(before: dict[str, float], of_workers: list[dict[str, float]]) -> dict[str, float]:

@@ -23,17 +23,15 @@ from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError
 from qerl.models.peft.adapter import load_adapter
 from qerl.models.policy_model import PolicyModel
-from qerl.training.engines.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine, SingleTurns
+from qerl.training.engines.replayed_batch import HistoriesPG, Parent, ReplayingEngine, SingleTurns
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
-from qerl.types import Prompt, Sample
+from qerl.types import GenerateRequest, Prompt, Sample
 
 
 class Episodes(Protocol):
     """Whatever makes episodes of an engine's samples, with a process that is started before the model."""
 
-    def engine(
-        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> ReplayingEngine: ...
+    def engine(self, engine: SamplingEngine) -> ReplayingEngine: ...
 
 
 MakeEpisodes = Callable[[], Episodes]
@@ -93,12 +91,7 @@ class Worker:
             raise UserError(f"--ray: {place} cannot load the environment or agent: {error}") from None
         tokenizer, _ = load_tokenizer_and_limit(config)
         model, inner = load_sampler(config, tokenizer)
-        stop_tokens = inner.stop_token_ids
-        engine = (
-            SingleTurns(inner)
-            if episodes is None
-            else episodes.engine(inner, max_positions=model.max_positions, stop_tokens=stop_tokens)
-        )
+        engine = SingleTurns(inner) if episodes is None else episodes.engine(inner)
         return _Loaded(model, inner, engine, AQN(model.noise_table, config))
 
     def place(self) -> str:
@@ -106,11 +99,11 @@ class Worker:
         assert self._loaded
         return f"process {os.getpid()} on {socket.gethostname()}"
 
-    def sample(self, policy: PublishedPolicy, prompts_P: list[Prompt], draw: Draw) -> Sampled:
-        with self._sampling_by(policy, draw.step) as own:
-            groups_P, histories_P_G = own.engine.sample(prompts_P, draw)
+    def sample(self, policy: PublishedPolicy, request: GenerateRequest) -> Sampled:
+        with self._sampling_by(policy, request.step) as own:
+            groups_P, histories_P_G = own.engine.sample(request)
         is_branched = self._config.algo.branching != "none"
-        pairs = zip(groups_P, prompts_P, strict=True)
+        pairs = zip(groups_P, request.prompts_P, strict=True)
         return self._sampled(
             [(None if g.prompt is prompt else g.prompt, g.samples_G) for g, prompt in pairs],
             policy,
@@ -118,11 +111,11 @@ class Worker:
         )
 
     def branch(
-        self, policy: PublishedPolicy, parents: list[Parent], draw: Draw, num_branches: int
+        self, policy: PublishedPolicy, parents: list[Parent], num_branches: int, request: GenerateRequest
     ) -> Sampled:
         """Branch samples of any worker."""
-        with self._sampling_by(policy, draw.step) as own:
-            branches = own.engine.branch(parents, num_branches, draw)
+        with self._sampling_by(policy, request.step) as own:
+            branches = own.engine.branch(parents, num_branches, request)
         return self._sampled([(None, samples_G) for samples_G in branches], policy)
 
     @contextlib.contextmanager

@@ -52,7 +52,7 @@ from qerl.training.rollouts.rollout import GroupRollouts, Rewards, sampling_of
 from qerl.training.rollouts.teacher import Teacher, check_teacher, load_teacher, teacher_sources
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result, kept_evaluations
 from qerl.training.signals import StopSignal, echo_s
-from qerl.types import RolloutEngine, Sampling
+from qerl.types import GenerateRequest, RolloutEngine, Sampling
 
 
 class Agents(Episodes, Protocol):
@@ -205,12 +205,10 @@ class _Session:
                 adapter=self.learner.adapter_state,
                 notice=self.journal.notice,
             )
-        max_positions = self.decoder.max_positions
         if agents is not None:
-            stop_tokens = self.engine.stop_token_ids
-            engine = agents.engine(self.engine, max_positions=max_positions, stop_tokens=stop_tokens)
+            engine = agents.engine(self.engine)
         else:
-            limit = max_positions - self.config.sample.max_tokens
+            limit = self.engine.max_positions - self.config.sample.max_tokens
             engine = with_environment(self.engine, pool, self.config.task.environment, limit)
         return engine if self.ranks.count == 1 else DataParallelEngine(engine, self.ranks)
 
@@ -357,11 +355,10 @@ class _Session:
             self.journal.notice(text)
 
     def measure(self, sampling: Sampling) -> evaluation.Evaluation:
-        seed, score = self.config.seed, self.rewards.score
+        seed, step = self.config.seed, evaluation.EVALUATION_STEP
+        request = GenerateRequest(self.prompts, num_samples=1, sampling=sampling, seed=seed, step=step)
         notice = self.journal.notice if self.ranks.count == 1 else None  # a rank knows of its own share only
-        groups, rewards_P_G = evaluation.sample_and_score(
-            self.sampler, score, self.prompts, num_samples=1, sampling=sampling, seed=seed, notice=notice
-        )
+        groups, rewards_P_G = evaluation.sample_and_score(self.sampler, self.rewards.score, request, notice)
         threshold = self.config.evaluate.success_threshold
         return evaluation.summarize(rewards_P_G, list(map(evaluation.sampled_tokens, groups)), threshold)
 

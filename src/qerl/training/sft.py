@@ -42,7 +42,7 @@ from qerl.training.policy import load_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result, kept_evaluations
 from qerl.training.signals import StopSignal, echo_s
-from qerl.types import Sampling
+from qerl.types import GenerateRequest, Sampling
 
 _KEPT = "entropy", "grad_norm", "learning_rate", "learn_tokens", "trained_samples", "micro_tokens"
 _ADVICE = (
@@ -206,9 +206,10 @@ class _SftSession:
         self.engine.publish(self.learner.version)
         sampling = Sampling(max_tokens=self.config.sample.max_tokens, temperature=0.0)
         with log.span("rollout"):
-            groups = self.engine.generate(
+            request = GenerateRequest(
                 prompts, num_samples=1, sampling=sampling, seed=self.config.seed, step=EVALUATION_STEP
             )
+            groups = self.engine.generate(request)
         log.samples(groups)
         if not self.has_reported_compiling and (report := TALLY.report()) is not None:
             self.journal.notice(str(report))

@@ -12,8 +12,9 @@ from qerl.learner import checkpoint
 from qerl.tasks import RewardPool, build_task
 from qerl.training.engines.multi_turn import with_environment
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
-from qerl.training.rollouts.evaluation import sample_and_score, sampled_tokens
+from qerl.training.rollouts.evaluation import EVALUATION_STEP, sample_and_score, sampled_tokens
 from qerl.training.rollouts.rollout import sampling_of
+from qerl.types import GenerateRequest
 
 _logger = logging.getLogger("qerl.trl")
 
@@ -32,14 +33,14 @@ def evaluate(
             config, tokenizer, None if newest is None else checkpoints, _logger.warning
         )
         engine = with_environment(sampler, pool, config.task.environment, max_prompt_tokens)
-        groups, rewards_P_G = sample_and_score(
-            engine,
-            pool.score,
+        request = GenerateRequest(
             task.held_out(None),
             num_samples=num_samples,
             sampling=sampling_of(config),
             seed=config.seed,
+            step=EVALUATION_STEP,
         )
+        groups, rewards_P_G = sample_and_score(engine, pool.score, request)
     known_P_G = [[r for r in rewards_G if r is not None] for rewards_G in rewards_P_G]
     known_P_G = [known for known in known_P_G if known]
     runtime_s = time.perf_counter() - begin_s

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
+from engine.parts import drawn, engine_of, packed_logprobs, prompts_of, request_of
 from parity.test_exact import SAMPLING, gap, groups_of
 from qerl.config import AdapterConfig
 from qerl.engine.cache.kv_cache import KVCache
@@ -188,5 +188,5 @@ def test_in_exact_mode_scores_are_what_was_recorded_to_the_bit(
     groups = groups_of(engine)
     assert len({len(s.tokens_T) for group in groups for s in group.samples_G}) > 4
     assert gap(engine, groups) == 0
-    (alone,) = engine.generate([groups[1].prompt], num_samples=5, sampling=SAMPLING, seed=5, step=2)
+    (alone,) = engine.generate(request_of([groups[1].prompt], num_samples=5, sampling=SAMPLING))
     assert alone == groups[1]  # tokens, logprobs and routes

@@ -107,13 +107,14 @@ STEPS_OF_32B = """
 import dataclasses, torch
 from qerl.bench.decode import endless_engine, random_prompts
 from qerl.models.random_weights import random_decoder, shape
-from qerl.types import Sampling
+from qerl.types import GenerateRequest, Sampling
 whole, cuda = shape("qwen2.5-32b"), torch.device("cuda")
 two = dataclasses.replace(whole, num_layers=2, layer_kinds=whole.layer_kinds[:2])
 decoder = random_decoder(two, format="nvfp4", rank=32, device=cuda, seed=0)
 engine = endless_engine(decoder, max_num_seqs=24, kv="bf16", kernels="portable")
 prompts = random_prompts(24, 64, two.vocab_size)
-engine.generate(prompts, num_samples=1, sampling=Sampling(max_tokens=64, temperature=1.0), seed=0, step=0)
+sampling = Sampling(max_tokens=64, temperature=1.0)
+engine.generate(GenerateRequest(prompts, num_samples=1, sampling=sampling, seed=0, step=0))
 """
 
 

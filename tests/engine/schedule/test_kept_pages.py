@@ -127,7 +127,6 @@ def test_what_is_kept_changes_nothing_in_whom_the_scheduler_admits_runs_and_pree
         sizes = [(rng.randrange(1, 20), rng.randrange(1, 16), rng.randrange(1, 3)) for _ in range(30)]
         groups = [live_group(index, *size) for index, size in enumerate(sizes)]
         for group in groups:
-            group.prompt_T = [0] * group.prompt_tokens
             group.episode = min(group.index, 29 - group.index)  # those that are still kept come first
         first, second = groups[:15], groups[15:]
         runner = FakeRunner(first, total_pages=24, max_num_seqs=6)

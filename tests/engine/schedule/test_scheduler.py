@@ -5,12 +5,16 @@ import pytest
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.schedule.page_pool import PagePool
 from qerl.engine.schedule.scheduler import Scheduler, min_group_pages, num_pages
+from qerl.types import Prompt
 
 PAGE_TOKENS = 4
 
 
 def live_group(index, prompt_tokens, max_tokens, num_samples):
-    group = LiveGroup(index=index, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+    prompt = Prompt(index=index, text="", tokens_T=[0] * prompt_tokens, messages=None, columns={})
+    group = LiveGroup(
+        index=index, prompt=prompt, coordinates=(), prompt_tokens=prompt_tokens, max_tokens=max_tokens
+    )
     group.samples_G = [LiveSample(group=group, sample_index=g) for g in range(num_samples)]
     return group
 
@@ -268,8 +272,10 @@ def test_branches_start_from_their_prompts_slot():
     while not runner.scheduler.is_done:
         runner.turn()
     assert runner.states.num_used == 1 and runner.pages.num_used > 0
-    branch = LiveGroup(index=0, prompt_tokens=8, max_tokens=7, parent=group.samples_G[0])
-    branch.samples_G = [LiveSample(group=branch, sample_index=g, tokens_T=[0]) for g in range(2)]
+    branch = live_group(0, 8, 7, 2)
+    branch.parent = group.samples_G[0]
+    for sample in branch.samples_G:
+        sample.tokens_T = [0]
     runner.scheduler.branch([branch])
     assert branch.state == group.state and runner.states.num_used == 1
     scheduled = runner.scheduler.schedule()

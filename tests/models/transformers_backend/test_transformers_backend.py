@@ -24,7 +24,7 @@ from qerl.models.loader import build_decoder
 from qerl.models.peft.adapter import adapter_tensors, add_adapter, dropout_of
 from qerl.models.transformers_backend.backend import backend_of
 from qerl.training.policy import load_sampler
-from qerl.types import Prompt, Sampling
+from qerl.types import GenerateRequest, Prompt, Sampling
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], list(range(20, 41))]
 PLACE = {"device": "cpu", "dtype": "fp32", "operand": "resident"}
@@ -121,7 +121,8 @@ def test_both_backends_draw_the_same_tokens_and_logprobs(tmp_path):
         config = RunConfig(model=ModelConfig(path=str(tmp_path), backend=backend, format="bf16", **PLACE))
         _, engine = load_sampler(config, tokenizer)
         sampling = Sampling(max_tokens=9, top_k=50)
-        groups = engine.generate(prompts, num_samples=3, sampling=sampling, seed=5, step=2)
+        request = GenerateRequest(prompts, num_samples=3, sampling=sampling, seed=5, step=2)
+        groups = engine.generate(request)
         found.append([sample for group in groups for sample in group.samples_G])
     assert [s.tokens_T for s in found[0]] == [s.tokens_T for s in found[1]]
     logprobs = [torch.tensor([x for s in samples for x in s.logprobs_T]) for samples in found]
@@ -134,10 +135,11 @@ def test_a_sample_does_not_depend_on_those_beside_it(tmp_path):
     config = RunConfig(model=ModelConfig(path=str(tmp_path), format="bf16", **PLACE))
     _, engine = load_sampler(config, load_tokenizer(str(tmp_path)))
     prompts = [Prompt(index=i, text="", tokens_T=t, messages=None, columns={}) for i, t in enumerate(PROMPTS)]
-    settings = {"num_samples": 2, "sampling": Sampling(max_tokens=7), "seed": 0, "step": 0}
-    together = engine.generate(prompts, **settings)
+    sampling = Sampling(max_tokens=7)
+    request = GenerateRequest(prompts, num_samples=2, sampling=sampling, seed=0, step=0)
+    together = engine.generate(request)
     for prompt, group in zip(prompts, together, strict=True):
-        (alone,) = engine.generate([prompt], **settings)
+        (alone,) = engine.generate(request.with_prompts([prompt]))
         assert [s.tokens_T for s in alone.samples_G] == [s.tokens_T for s in group.samples_G]
 
 

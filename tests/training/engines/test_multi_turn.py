@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny_run
-from engine.parts import packed_logprobs
+from engine.parts import packed_logprobs, request_of
 from models.tiny import tiny
 from qerl.cli.main import main
 from qerl.config import AlgoConfig, EngineConfig, EnvironmentConfig, NoiseConfig, RunConfig, TaskConfig
@@ -19,7 +19,7 @@ from qerl.learner.minibatch import after_prefix
 from qerl.tasks import RewardPool
 from qerl.training.engines.multi_turn import MultiTurnEngine
 from qerl.training.policy import check_supported
-from qerl.types import Group, Pivot, Prompt, Sample, Sampling, Turn
+from qerl.types import Group, Pivot, Prompt, Sample, Turn
 from tasks.material import END, START, tokenizer
 from training.test_session import assert_same_run, finish, metrics, start, wait_for_steps
 
@@ -77,8 +77,7 @@ def play(decoder):
         engine = Engine(decoder, tokenizer(), EngineConfig(), stop_token_ids=frozenset({END, *range(30)}))
         run.episodes = MultiTurnEngine(engine, pools[-1], config.environment, 100)
         prompts_P = [prompt_of(i, **row) for i, row in enumerate(rows)]
-        sampling = Sampling(max_tokens=max_tokens)
-        groups = run.episodes.generate(prompts_P, num_samples=3, sampling=sampling, seed=seed, step=2)
+        groups = run.episodes.generate(request_of(prompts_P, max_tokens=max_tokens, seed=seed))
         run.engine, run.pool = engine, pools[-1]
         return groups
 
@@ -129,11 +128,11 @@ class Scripted:
     stats = Stats()
     turns_T = ([*letters("A"), END], letters("A"), [*letters("A"), END])
 
-    def generate(self, prompts_P, *, num_samples, sampling, seed, step, conversation):
+    def generate(self, request, *, conversation):
         tokens_T, given = [], []
         for turn_T in self.turns_T:
             tokens_T += turn_T
-            left = sampling.max_tokens - len(tokens_T)
+            left = request.sampling.max_tokens - len(tokens_T)
             finish = "stop" if turn_T[-1] == END else "length"
             turn = Turn(index=0, sample_index=0, tokens_T=turn_T, text="A", finish=finish, num_left=left)
             (given_T,) = conversation.answer([turn])
@@ -149,15 +148,14 @@ class Scripted:
             version=0,
             environment_spans=tuple(given),
         )
-        return [Group(prompt=prompts_P[0], samples_G=[one])]
+        return [Group(prompt=request.prompts_P[0], samples_G=[one])]
 
 
 def test_tokens_worked_out_by_hand_are_given_and_masked():
     with RewardPool(TaskConfig(), [Talk]) as pool:
         episodes = MultiTurnEngine(Scripted(), pool, EnvironmentConfig(), 100)
-        (group,) = episodes.generate(
-            [prompt_of(0)], num_samples=1, sampling=Sampling(max_tokens=100), seed=0, step=0
-        )
+        request = request_of([prompt_of(0)], num_samples=1, max_tokens=100, seed=0, step=0)
+        (group,) = episodes.generate(request)
     (s,) = group.samples_G
     first, second = [letters(m["content"]) for m in s.messages if m["role"] == "user"][:2]
     before, after = (
@@ -266,9 +264,9 @@ def test_pages_of_an_episode_are_continued(play):
     assert play.engine.stats.prefill_tokens == prompts + given
     waited_s = play.episodes.waited_s
     assert waited_s > 0
-    play.episodes.generate([], num_samples=3, sampling=Sampling(max_tokens=5), seed=5, step=2)
+    play.episodes.generate(request_of([], max_tokens=5, step=2))
     assert play.episodes.waited_s >= waited_s
-    play.episodes.generate([], num_samples=3, sampling=Sampling(max_tokens=5), seed=5, step=3)
+    play.episodes.generate(request_of([], max_tokens=5, step=3))
     assert play.episodes.waited_s < waited_s
 
 
@@ -290,12 +288,8 @@ class Counting(Talk):
 def branches_of(play, environment):
     """The samples of two rows, and two branches from the second and the third turn of their first samples."""
     play(environment=environment, seed=5)
-    prompts_P, sampling = (
-        [prompt_of(0, turns=4), prompt_of(1, opening="begin")],
-        Sampling(max_tokens=MAX_TOKENS),
-    )
-    settings = {"num_samples": 3, "sampling": sampling, "seed": 5, "step": 2}
-    (batch,) = play.episodes.branch_batches(prompts_P, **settings)
+    prompts_P = [prompt_of(0, turns=4), prompt_of(1, opening="begin")]
+    (batch,) = play.episodes.branch_batches(request_of(prompts_P, max_tokens=MAX_TOKENS))
     groups = batch.sample()
     starts = [
         groups[0].samples_G[0].environment_spans[1].stop,
@@ -330,8 +324,8 @@ def test_a_branch_goes_on_where_a_turn_began_in_the_world_of_its_sample(play, de
 def test_a_branch_has_the_rest_of_its_samples_tokens(play):
     """As an uninterrupted one: its turns and replies together are at most sample.max_tokens."""
     play(environment=Talk)
-    settings = {"num_samples": 1, "sampling": Sampling(max_tokens=70), "seed": 5, "step": 2}
-    (batch,) = play.episodes.branch_batches([prompt_of(0, turns=99)], **settings)
+    request = request_of([prompt_of(0, turns=99)], num_samples=1, max_tokens=70)
+    (batch,) = play.episodes.branch_batches(request)
     (group,) = batch.sample()
     start = group.samples_G[0].environment_spans[0].stop
     (branch,) = batch.branch([Pivot(group_index=0, sample_index=0, prefix_tokens=start)], 4)

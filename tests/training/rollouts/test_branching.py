@@ -34,9 +34,9 @@ class FakeEngine:
     def __init__(self):
         self.stats, self.pivots = Stats(), []
 
-    def branch_batches(self, prompts_P, *, num_samples, sampling, seed, step):
-        for each in prompts_P:
-            group = Group(prompt=each, samples_G=[sample([0, 1, 2, 3], reward=None)] * num_samples)
+    def branch_batches(self, request):
+        for each in request.prompts_P:
+            group = Group(prompt=each, samples_G=[sample([0, 1, 2, 3], reward=None)] * request.num_samples)
             yield SimpleNamespace(
                 sample=lambda group=group: [group],
                 branch=lambda pivots, num, group=group: [self._branches(group, p, num) for p in pivots],

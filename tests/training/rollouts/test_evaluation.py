@@ -8,8 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from qerl.training.rollouts import evaluation
-from qerl.training.rollouts.evaluation import held_out_text, sample_and_score, sampled_tokens, summarize
-from qerl.types import Group, Prompt, Sample, Sampling
+from qerl.training.rollouts.evaluation import (
+    EVALUATION_STEP,
+    held_out_text,
+    sample_and_score,
+    sampled_tokens,
+    summarize,
+)
+from qerl.types import GenerateRequest, Group, Prompt, Sample, Sampling
 
 SAMPLED = Sampling(max_tokens=8, temperature=0.6, top_p=0.95)
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
@@ -21,11 +27,12 @@ class Table:
     def __init__(self, texts_P_G):
         self.texts_P_G, self.calls = texts_P_G, []
 
-    def generate(self, prompts_P, *, num_samples, sampling, seed, step, on_burst=None):
-        self.calls.append((num_samples, sampling, seed, step))
+    def generate(self, request, *, on_burst=None):
+        self.calls.append(request)
+        texts_P_G = [self.texts_P_G[prompt.index][: request.num_samples] for prompt in request.prompts_P]
         groups = [
-            Group(prompt=prompt, samples_G=[sample(t) for t in self.texts_P_G[prompt.index][:num_samples]])
-            for prompt in prompts_P
+            Group(prompt=prompt, samples_G=list(map(sample, texts_G)))
+            for prompt, texts_G in zip(request.prompts_P, texts_P_G, strict=True)
         ]
         for burst in ([], list(enumerate(groups[:1])), list(enumerate(groups[1:], start=1))):
             if on_burst is not None:
@@ -60,9 +67,14 @@ def prompts(num):
 TEXTS = [["1", "no", "1", "no"], ["0", "0", "0", "0"], ["1", "1", "1.5", "0.9"]]
 
 
+def request(num_samples=2, sampling=SAMPLED):
+    return GenerateRequest(
+        prompts(3), num_samples=num_samples, sampling=sampling, seed=5, step=EVALUATION_STEP
+    )
+
+
 def evaluated(num_samples=4, sampling=SAMPLED, threshold=1.0):
-    engine, settings = Table(TEXTS), {"num_samples": num_samples, "sampling": sampling, "seed": 5}
-    groups, rewards_P_G = sample_and_score(engine, score, prompts(3), **settings)
+    groups, rewards_P_G = sample_and_score(Table(TEXTS), score, request(num_samples, sampling))
     return summarize(rewards_P_G, list(map(sampled_tokens, groups)), threshold)
 
 
@@ -128,10 +140,9 @@ def test_mean_tokens_is_over_samples():
 
 def test_the_engine_is_asked_once_with_a_step_that_no_training_has():
     engine = Table(TEXTS)
-    sample_and_score(engine, score, prompts(3), num_samples=2, sampling=SAMPLED, seed=5)
-    ((num_samples, sampling, seed, step),) = engine.calls
-    assert (num_samples, sampling, seed) == (2, SAMPLED, 5)
-    assert step < 0
+    sample_and_score(engine, score, request())
+    assert engine.calls == [request()]
+    assert EVALUATION_STEP < 0
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(8.0, [1]), (20.0, [0, 1, 3]), (1.0, [])])
@@ -139,8 +150,7 @@ def test_how_many_problems_are_answered_is_told_every_15_seconds(monkeypatch, se
     """The clock goes on by so many seconds each time that it is read: twice in a burst that tells."""
     clock, lines = SimpleNamespace(monotonic=itertools.count(step=seconds).__next__), []
     monkeypatch.setattr(evaluation, "time", clock)
-    settings = {"num_samples": 2, "sampling": SAMPLED, "seed": 5, "notice": lines.append}
-    sample_and_score(Table(TEXTS), score, prompts(3), **settings)
+    sample_and_score(Table(TEXTS), score, request(), lines.append)
     assert lines == [f"{num} of 3 problems answered at temperature 0.6" for num in told]
 
 

@@ -6,13 +6,12 @@ import time
 
 import pytest
 
-from engine.parts import engine_of, prompts_of
+from engine.parts import engine_of, prompts_of, request_of
 from models.tiny import tiny
 from qerl.config import EvalConfig, ModelConfig, NoiseConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.tasks import RewardPool
 from qerl.training.rollouts.overlap import overlaps
 from qerl.training.rollouts.rollout import GroupRollouts
-from qerl.types import Sampling
 from training.rollouts.test_partial import Log
 
 CONFIG = RunConfig(
@@ -48,7 +47,7 @@ class Patient:
     def __init__(self, engine, is_so, *, limit_s=60.0):
         self.engine, self.is_so, self.limit_s, self.was_so = engine, is_so, limit_s, []
 
-    def generate(self, prompts_P, **settings):
+    def generate(self, request, **callbacks):
         def on_token(index, sample_index, token, sample):
             if index == LAST:
                 end_s = time.monotonic() + (self.limit_s if not self.was_so else 0)
@@ -57,7 +56,7 @@ class Patient:
                 self.was_so.append(self.is_so())
             return False
 
-        return self.engine.generate(prompts_P, on_token=on_token, **settings)
+        return self.engine.generate(request, on_token=on_token, **callbacks)
 
 
 def test_the_first_groups_reward_is_called_before_the_last_one_ends(decoder, tmp_path):
@@ -115,16 +114,15 @@ def length(completions, **columns):
 
 
 def test_the_engine_tells_of_each_group_once_in_the_burst_that_ends_it(decoder):
-    prompts_P, told, bursts = train_prompts(0, 5), [], []
+    request, told, bursts = request_of(train_prompts(0, 5)), [], []
 
     def on_burst(ended):
         told.extend(ended)
         bursts.append(len(told))
 
-    settings = {"num_samples": 3, "sampling": Sampling(max_tokens=12), "seed": 5, "step": 2}
     engine = at_once(decoder)
-    groups = engine.generate(prompts_P, on_burst=on_burst, **settings)
-    assert groups == at_once(decoder).generate(prompts_P, **settings)
+    groups = engine.generate(request, on_burst=on_burst)
+    assert groups == at_once(decoder).generate(request)
     places = [index for index, _ in told]
     assert len(places) == len(set(places)) and 3 <= len(places) <= 5
     assert all(group is groups[index] for index, group in told)

@@ -45,9 +45,9 @@ class Engine:
     def __init__(self):
         self.asked = []
 
-    def generate(self, prompts_P, *, num_samples, sampling, seed, step, on_burst=None):
-        self.asked.append([p.index for p in prompts_P])
-        return [group(p.index, *[10 - p.index] * num_samples) for p in prompts_P]
+    def generate(self, request, *, on_burst=None):
+        self.asked.append([p.index for p in request.prompts_P])
+        return [group(p.index, *[10 - p.index] * request.num_samples) for p in request.prompts_P]
 
 
 def test_groups_come_back_in_the_tasks_order():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.constraint import AllowedLog, TokenConstraint
-from qerl.types import Sampling
+from qerl.types import Prompt, Sampling
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
@@ -17,6 +17,9 @@ class LiveGroup:
 
     index: int
     """Index of the prompt in this call."""
+    prompt: Prompt
+    coordinates: tuple[int, ...]
+    """Seed coordinates before a sample's index: (seed, step, prompt.index), and for a branch its parent's."""
     prompt_tokens: int
     max_tokens: int
     """Maximum length of a sample."""
@@ -36,15 +39,11 @@ class LiveGroup:
     """The sample that this group branches; prompt_tokens then includes the shared tokens of that sample."""
     sampling: Sampling | None = None
     """Parameters of its own, in a LiveBatch."""
-    seed_step: int | None = None
-    """The step in its seed coordinates, if an earlier step began it; None: the call's."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
     episode: object | None = None
     """The episode whose later prompts may begin with this one and its answers, so that their pages are kept
     (kept_pages.py); None: no episode."""
-    prompt_T: list[int] = dataclasses.field(default_factory=list)
-    """The prompt's tokens, if it is an episode's."""
     num_reused: int = 0
     """Number of the prompt's first tokens whose pages were kept."""
     carried: CarriedCache | None = None
@@ -59,11 +58,6 @@ class LiveGroup:
     def span(self) -> CachedSpan:
         """The prompt's."""
         return CachedSpan(range(self.prompt_tokens), self.pages, self.window_pages, self.state)
-
-    @property
-    def seed_path(self) -> tuple[int, ...]:
-        """Seed coordinates between the prompt's index and the sample's."""
-        return () if self.parent is None else (self.parent.sample_index,)
 
     @property
     def num_parent_tokens(self) -> int:

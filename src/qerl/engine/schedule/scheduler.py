@@ -248,14 +248,14 @@ class Scheduler:
         """Keep the pages of an ended sample for its episode; its newest token is not in them."""
         group = sample.group
         if self.kept is not None and group.episode is not None and sample.finish is not None:
-            tokens_T = group.prompt_T + (sample.tokens_T[:-1] if sample.pages else [])
+            tokens_T = group.prompt.tokens_T + (sample.tokens_T[:-1] if sample.pages else [])
             self.kept.keep(group.episode, tokens_T, sample.pages or group.pages)
 
     def _reuse(self, group: LiveGroup) -> list[int]:
         """Return kept pages that hold its prompt's first tokens, unless something asks for their states."""
         if self.kept is None or group.episode is None or group.on_prompt_hidden is not None:
             return []
-        pages = self.kept.reuse(group.episode, group.prompt_T)
+        pages = self.kept.reuse(group.episode, group.prompt.tokens_T)
         group.num_reused = len(pages) * self._page_tokens
         return pages
 

@@ -27,9 +27,9 @@ from qerl.serve.batcher import PromptTokens
 from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
-from qerl.training.engines.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine
+from qerl.training.engines.replayed_batch import HistoriesPG, Parent, ReplayingEngine
 from qerl.training.ray_worker import MakeEpisodes
-from qerl.types import Episode, Group, Prompt, Sample, Sampling
+from qerl.types import Episode, GenerateRequest, Group, Prompt, Sample, Sampling
 
 _AGENT = 5  # keeps these seeds apart from other draws
 _SPARE_S = 60.0
@@ -65,15 +65,10 @@ class AgentPool:
         self._pool.stop()
         self._pipe.close()
 
-    def engine(
-        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> "AgentEngine":
-        """Return what samples episodes; max_positions: the model's."""
-        most = min(self._config.context_tokens, max_positions)
-        model = LoadedModel(
-            engine=engine, tokenizer=engine.tokenizer, stop_tokens=stop_tokens, max_positions=most
-        )
-        self._endpoint = Endpoint(model, self._config)
+    def engine(self, engine: SamplingEngine) -> "AgentEngine":
+        """Return what samples episodes."""
+        max_positions = min(self._config.context_tokens, engine.max_positions)
+        self._endpoint = Endpoint(LoadedModel(engine, max_positions), self._config)
         self._endpoint.start()
         return AgentEngine(engine, self)
 
@@ -156,19 +151,21 @@ class AgentEngine(ReplayingEngine):
         taken = self._pool.take_prefilled()
         return {"kept_tokens": taken.num_reused, "prefill_tokens": taken.num_computed}
 
-    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
-        """Return the episodes, num_samples of each row, and the calls of each."""
-        places = [(prompt, g) for prompt in prompts_P for g in range(draw.num_samples)]
+    def sample(self, request: GenerateRequest) -> tuple[list[Group], HistoriesPG]:
+        """Return the episodes of each row, and the calls of each."""
+        prompts_P, size = request.prompts_P, request.num_samples
+        places = [(prompt, g) for prompt in prompts_P for g in range(size)]
         records = [self._new_record(g) for _, g in places]
-        samples = self._play(places, records, draw)
-        size, begins = draw.num_samples, range(0, len(places), draw.num_samples)
+        samples, begins = self._play(places, records, request), range(0, len(places), size)
         groups = [
             Group(prompt=prompt, samples_G=samples[i : i + size])
             for prompt, i in zip(prompts_P, begins, strict=True)
         ]
         return groups, [[record.calls for record in records[i : i + size]] for i in begins]
 
-    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
+    def branch(
+        self, parents: list[Parent], num_branches: int, request: GenerateRequest
+    ) -> list[list[Sample]]:
         """Return num_branches episodes for each parent, each of whose pivots is one of its
         Episode.turn_starts."""
         places, records = [], []
@@ -177,19 +174,19 @@ class AgentEngine(ReplayingEngine):
             for branch in range(num_branches):
                 places.append((parent.row, g))
                 records.append(self._new_record(g, Replay(calls, branch)))
-        samples = self._play(places, records, draw)
+        samples = self._play(places, records, request)
         return [samples[i : i + num_branches] for i in range(0, len(samples), num_branches)]
 
     def _new_record(self, sample_index: int, replay: Replay | None = None) -> EpisodeRecord:
         return EpisodeRecord(self._engine.tokenizer, sample_index=sample_index, replay=replay)
 
     def _play(
-        self, places: list[tuple[Prompt, int]], records: list[EpisodeRecord], draw: Draw
+        self, places: list[tuple[Prompt, int]], records: list[EpisodeRecord], request: GenerateRequest
     ) -> list[Sample]:
         """Return the sample of each episode. places: (row, index of the sample) whose seed the agent gets."""
         rows = [prompt.columns | {"prompt": prompt.messages or prompt.text} for prompt, _ in places]
-        seeds = [mix(draw.seed, _AGENT, draw.step, prompt.index, g) for prompt, g in places]
-        outcomes, seconds = self._pool.play(list(zip(records, seeds, strict=True)), rows, draw.sampling)
+        seeds = [mix(request.seed, _AGENT, request.step, prompt.index, g) for prompt, g in places]
+        outcomes, seconds = self._pool.play(list(zip(records, seeds, strict=True)), rows, request.sampling)
         samples = [
             _sample(prompt, record, outcome, took_s, self._engine.version)
             for (prompt, _), record, outcome, took_s in zip(places, records, outcomes, seconds, strict=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 from qerl.engine.stats import Stats
-from qerl.types import Group, Pivot, Prompt, Sampling
+from qerl.types import GenerateRequest, Group, Pivot
 
 
 class Branchable(Protocol):
@@ -20,8 +20,6 @@ class BranchingEngine(Protocol):
     stats: Stats
     """Sum over all batches, after branch_batches."""
 
-    def branch_batches(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> Iterator[Branchable]:
+    def branch_batches(self, request: GenerateRequest) -> Iterator[Branchable]:
         """Yield batches that together have the samples of all prompts."""
         ...

@@ -18,7 +18,7 @@ from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring
 from qerl.training.engines.branchable import Branchable, BranchingEngine
-from qerl.types import BegunSample, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, Sampling
+from qerl.types import BegunSample, GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample
 
 
 class DataParallelEngine:
@@ -27,43 +27,29 @@ class DataParallelEngine:
         self.stats = Stats()
         """Sum over all ranks, of the latest call of branch_batches."""
 
-    def generate(
-        self,
-        prompts_P: list[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        on_burst: OnBurst | None = None,
-    ) -> list[Group]:
-        own_P = self._engine.generate(
-            self._ranks.own(prompts_P),
-            num_samples=num_samples,
-            sampling=sampling,
-            seed=seed,
-            step=step,
-            on_burst=None if on_burst is None else functools.partial(self._tell, on_burst),
-        )
-        if self._ranks.count == 1:
+    def generate(self, request: GenerateRequest, *, on_burst: OnBurst | None = None) -> list[Group]:
+        own, ranks = self._own(request), self._ranks
+        on_own_burst = None if on_burst is None else functools.partial(self._tell, on_burst)
+        own_P = self._engine.generate(own, on_burst=on_own_burst)
+        if ranks.count == 1:
             return own_P
-        own_packed = _packed_groups(self._ranks.own(prompts_P), own_P)
-        gathered = self._ranks.interleave(self._ranks.gather(own_packed))
-        return [_unpacked_group(*pair) for pair in zip(prompts_P, gathered, strict=True)]
+        gathered = ranks.interleave(ranks.gather(_packed_groups(own.prompts_P, own_P)))
+        return [_unpacked_group(*pair) for pair in zip(request.prompts_P, gathered, strict=True)]
 
-    def branch_batches(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> "Iterator[DataParallelBatch]":
+    def branch_batches(self, request: GenerateRequest) -> "Iterator[DataParallelBatch]":
         """Yield batches that each consist of the next batch of every rank that has one."""
-        engine, ranks, own_P, num_done = self._engine, self._ranks, self._ranks.own(prompts_P), 0
+        engine, ranks, own_request, num_done = self._engine, self._ranks, self._own(request), 0
         assert isinstance(engine, BranchingEngine)  # check_supported
-        asked = {"num_samples": num_samples, "sampling": sampling, "seed": seed, "step": step}
-        own_batches = engine.branch_batches(own_P, **asked) if own_P else iter(())
+        has_own = bool(own_request.prompts_P)
+        own_batches = engine.branch_batches(own_request) if has_own else iter(())
         while any(ranks.gather((own := next(own_batches, None)) is not None)):
-            batch = DataParallelBatch(own, ranks, prompts_P, num_done)
+            batch = DataParallelBatch(own, ranks, request.prompts_P, num_done)
             yield batch
             num_done += batch.num_own
-        self.stats = sum(ranks.gather(engine.stats if own_P else Stats()), Stats())
+        self.stats = sum(ranks.gather(engine.stats if has_own else Stats()), Stats())
+
+    def _own(self, request: GenerateRequest) -> GenerateRequest:
+        return request.with_prompts(self._ranks.own(request.prompts_P))
 
     def _tell(self, on_burst: OnBurst, ended: list[tuple[int, Group]]) -> None:
         """Tell of this rank's groups by their indices among those of all ranks."""

@@ -19,7 +19,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,17 +39,14 @@ from qerl.tasks.prompt import (
 from qerl.tasks.reward import Reward, resolve
 from qerl.tasks.scoring import Failure
 from qerl.training.engines.replayed_batch import (
-    Draw,
     HistoriesPG,
     Parent,
     ReplayingEngine,
-    begun_prompt,
-    branch_seed,
-    joined,
-    left_tokens,
+    branch_request,
+    joined_groups,
     spans_before,
 )
-from qerl.types import Conversation, Group, Prompt, Sample, Turn
+from qerl.types import Conversation, GenerateRequest, Group, Prompt, Sample, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
@@ -109,19 +105,22 @@ class MultiTurnEngine(ReplayingEngine):
         taken, self.waited_s = self.waited_s, 0.0
         return {"environment_s": taken}
 
-    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
-        episodes_P_G = self._new_episodes(prompts_P, draw.num_samples)
-        with self._begun(prompts_P, episodes_P_G, draw):
-            opened_P = [self._opened(*pair) for pair in zip(prompts_P, episodes_P_G, strict=True)]
-            settings = {"num_samples": draw.num_samples, "seed": draw.seed}
-            groups_P = self._converse(opened_P, episodes_P_G, draw, **settings)
+    def sample(self, request: GenerateRequest) -> tuple[list[Group], HistoriesPG]:
+        episodes_P_G = self._new_episodes(request)
+        with self._begun(request, episodes_P_G):
+            opened_P = [self._opened(*pair) for pair in zip(request.prompts_P, episodes_P_G, strict=True)]
+            groups_P = self._converse(request.with_prompts(opened_P), episodes_P_G)
         return groups_P, [[_History(e.opening, e.turns) for e in episodes_G] for episodes_G in episodes_P_G]
 
-    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
+    def branch(
+        self, parents: list[Parent], num_branches: int, request: GenerateRequest
+    ) -> list[list[Sample]]:
         """Return num_branches samples for each parent, each of whose pivots is the beginning of a turn."""
-        rows_P = [parent.row for parent in parents]
-        episodes_P_G = self._new_episodes(rows_P, num_branches)
-        with self._begun(rows_P, episodes_P_G, draw):
+        rows = dataclasses.replace(
+            request, prompts_P=[parent.row for parent in parents], num_samples=num_branches
+        )
+        episodes_P_G = self._new_episodes(rows)
+        with self._begun(rows, episodes_P_G):
             self._replay(
                 [
                     (episode, parent.history, len(spans_before(parent)))
@@ -129,29 +128,19 @@ class MultiTurnEngine(ReplayingEngine):
                     for episode in episodes_G
                 ]
             )
-            groups_P = self._converse(
-                [begun_prompt(parent, draw) for parent in parents],
-                episodes_P_G,
-                draw,
-                num_samples=num_branches,
-                seed=branch_seed(draw),
-                max_tokens_P_G=left_tokens(parents, num_branches, draw),
-            )
-        return [
-            [joined(parent, sample) for sample in group.samples_G]
-            for parent, group in zip(parents, groups_P, strict=True)
-        ]
+            groups_P = self._converse(branch_request(parents, num_branches, request), episodes_P_G)
+        return joined_groups(parents, groups_P)
 
     @contextlib.contextmanager
-    def _begun(self, prompts_P: list[Prompt], episodes_P_G: EpisodesPG, draw: Draw) -> Iterator[None]:
+    def _begun(self, request: GenerateRequest, episodes_P_G: EpisodesPG) -> Iterator[None]:
         """Reset the environments, and close them when the block ends."""
-        if draw.step != self._step:
-            self._step, self.waited_s = draw.step, 0.0
+        if request.step != self._step:
+            self._step, self.waited_s = request.step, 0.0
         all_episodes = [episode for episodes_G in episodes_P_G for episode in episodes_G]
         resets: list[Reset] = []
-        for prompt, episodes_G in zip(prompts_P, episodes_P_G, strict=True):
+        for prompt, episodes_G in zip(request.prompts_P, episodes_P_G, strict=True):
             row = prompt.columns | {"prompt": prompt.messages or prompt.text}
-            own_seed = mix(draw.seed, _ENVIRONMENT, draw.step, prompt.index)
+            own_seed = mix(request.seed, _ENVIRONMENT, request.step, prompt.index)
             resets += [Reset(episode.key, row, own_seed) for episode in episodes_G]
         try:
             for episode, reply in zip(all_episodes, self._play(resets), strict=True):
@@ -165,22 +154,14 @@ class MultiTurnEngine(ReplayingEngine):
             for failure, count in Counter(reply for reply in closed if isinstance(reply, Failure)).items():
                 _logger.warning("%d environments: %s: %s", count, failure.cause, failure.message)
 
-    def _converse(
-        self, opened_P: list[Prompt], episodes_P_G: EpisodesPG, draw: Draw, **settings: Any
-    ) -> list[Group]:
-        """Sample the conversations of environments that have begun to their ends, and score them. settings:
-        more of SamplingEngine.generate."""
+    def _converse(self, request: GenerateRequest, episodes_P_G: EpisodesPG) -> list[Group]:
+        """Sample the conversations of environments that have begun to their ends, and score them."""
 
         def answer(turns: list[Turn]) -> list[list[int] | None]:
             return self._answers([(episodes_P_G[turn.index][turn.sample_index], turn) for turn in turns])
 
-        groups = self._engine.generate(
-            opened_P,
-            conversation=Conversation(turn_tokens=self._config.turn_tokens, answer=answer),
-            sampling=draw.sampling,
-            step=draw.step,
-            **settings,
-        )
+        conversation = Conversation(turn_tokens=self._config.turn_tokens, answer=answer)
+        groups = self._engine.generate(request, conversation=conversation)
         self.stats = self._engine.stats
         self._score([episode for episodes_G in episodes_P_G for episode in episodes_G])
         return [
@@ -188,10 +169,10 @@ class MultiTurnEngine(ReplayingEngine):
             for group, episodes_G in zip(groups, episodes_P_G, strict=True)
         ]
 
-    def _new_episodes(self, prompts_P: list[Prompt], num_samples: int) -> EpisodesPG:
+    def _new_episodes(self, request: GenerateRequest) -> EpisodesPG:
         return [
-            [_Episode((p, g), self._between(prompt)) for g in range(num_samples)]
-            for p, prompt in enumerate(prompts_P)
+            [_Episode((p, g), self._between(prompt)) for g in range(request.num_samples)]
+            for p, prompt in enumerate(request.prompts_P)
         ]
 
     def _replay(self, triples: list[tuple[_Episode, _History, int]]) -> None:
@@ -315,10 +296,8 @@ class EnvironmentEpisodes:
         self._config = config
         self.pool = RewardPool(dataclasses.replace(config.task, reward_weights=()), [made])
 
-    def engine(
-        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> MultiTurnEngine:
-        limit = max_positions - self._config.sample.max_tokens
+    def engine(self, engine: SamplingEngine) -> MultiTurnEngine:
+        limit = engine.max_positions - self._config.sample.max_tokens
         return MultiTurnEngine(engine, self.pool, self._config.task.environment, limit)
 
 

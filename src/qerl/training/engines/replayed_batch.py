@@ -12,22 +12,11 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from qerl.algo.seeds import mix
-from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.engine.stats import Stats
-from qerl.types import Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, Sampling
+from qerl.types import GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample
 
 _BRANCH = 7  # keeps these seeds apart from those of other tokens
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Draw:
-    """Settings and coordinates of the samples of a call."""
-
-    num_samples: int
-    sampling: Sampling
-    seed: int
-    step: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,38 +41,24 @@ class ReplayingEngine(RolloutEngine, Protocol):
     stats: Stats
     """Stats of the latest call."""
 
-    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
+    def sample(self, request: GenerateRequest) -> tuple[list[Group], HistoriesPG]:
         """Return the samples of each prompt, and the history of each sample."""
         ...
 
-    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
-        """Return num_branches samples for each parent. draw: that of the parents."""
+    def branch(
+        self, parents: list[Parent], num_branches: int, request: GenerateRequest
+    ) -> list[list[Sample]]:
+        """Return num_branches samples for each parent. request: the parents', whose prompts are not read."""
         ...
 
-    def generate(
-        self,
-        prompts_P: list[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        on_burst: OnBurst | None = None,
-    ) -> list[Group]:
-        """Return the samples of each prompt. on_burst is not called: what a sample is shows at its end."""
-        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        return self.unbranched(prompts_P, draw)
+    def generate(self, request: GenerateRequest, *, on_burst: OnBurst | None = None) -> list[Group]:
+        """Return the samples of each prompt, of which none will be branched. on_burst is not called: what a
+        sample is shows at its end."""
+        return self.sample(request)[0]
 
-    def unbranched(self, prompts_P: list[Prompt], draw: Draw) -> list[Group]:
-        """Return the samples of each prompt, of which none will be branched."""
-        return self.sample(prompts_P, draw)[0]
-
-    def branch_batches(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> "Iterator[ReplayedBatch]":
+    def branch_batches(self, request: GenerateRequest) -> "Iterator[ReplayedBatch]":
         """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
-        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        batch = ReplayedBatch(self, prompts_P, draw)
+        batch = ReplayedBatch(self, request)
         yield batch
         self.stats = batch.stats
 
@@ -91,21 +66,21 @@ class ReplayingEngine(RolloutEngine, Protocol):
 class ReplayedBatch:
     """Call `sample` once, then `branch` once: see BranchBatch."""
 
-    def __init__(self, engine: ReplayingEngine, prompts_P: list[Prompt], draw: Draw):
-        self._engine, self._prompts_P, self._draw = engine, prompts_P, draw
+    def __init__(self, engine: ReplayingEngine, request: GenerateRequest):
+        self._engine, self._request = engine, request
         self.stats = Stats()
         self._groups_P: list[Group] = []
         self._histories_P_G: HistoriesPG = []
 
     def sample(self) -> list[Group]:
-        self._groups_P, self._histories_P_G = self._engine.sample(self._prompts_P, self._draw)
+        self._groups_P, self._histories_P_G = self._engine.sample(self._request)
         self.stats = self._engine.stats
         return self._groups_P
 
     def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]:
         """Return a group of num_branches samples for each pivot."""
         parents = list(map(self._parent, pivots))
-        branches = self._engine.branch(parents, num_branches, self._draw)
+        branches = self._engine.branch(parents, num_branches, self._request)
         self.stats += self._engine.stats
         return [
             Group(prompt=parent.prompt, samples_G=samples_G, prefix_tokens=parent.prefix_tokens)
@@ -115,7 +90,7 @@ class ReplayedBatch:
     def _parent(self, pivot: Pivot) -> Parent:
         group = self._groups_P[pivot.group_index]
         return Parent(
-            row=self._prompts_P[pivot.group_index],
+            row=self._request.prompts_P[pivot.group_index],
             prompt=group.prompt,
             sample=group.samples_G[pivot.sample_index],
             history=self._histories_P_G[pivot.group_index][pivot.sample_index],
@@ -135,51 +110,40 @@ class SingleTurns(ReplayingEngine):
     def take_metrics(self) -> dict[str, float]:
         return self._engine.take_metrics()
 
-    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
-        groups = self._engine.generate(
-            prompts_P,
-            num_samples=draw.num_samples,
-            sampling=draw.sampling,
-            seed=draw.seed,
-            step=draw.step,
-        )
+    def sample(self, request: GenerateRequest) -> tuple[list[Group], HistoriesPG]:
+        groups = self._engine.generate(request)
         self.stats = self._engine.stats
-        return groups, [[None] * draw.num_samples for _ in prompts_P]
+        return groups, [[None] * request.num_samples for _ in groups]
 
-    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
-        groups = self._engine.generate(
-            [begun_prompt(parent, draw) for parent in parents],
-            max_tokens_P_G=left_tokens(parents, num_branches, draw),
-            num_samples=num_branches,
-            sampling=draw.sampling,
-            seed=branch_seed(draw),
-            step=draw.step,
-        )
-        self.stats, detokenizer = self._engine.stats, Detokenizer(self._engine.tokenizer, draw.sampling.stop)
+    def branch(
+        self, parents: list[Parent], num_branches: int, request: GenerateRequest
+    ) -> list[list[Sample]]:
+        groups = self._engine.generate(branch_request(parents, num_branches, request))
+        self.stats, stopping = self._engine.stats, self._engine.stopping(request.sampling.stop)
+        branches_P_G = joined_groups(parents, groups)
         return [
-            [self._with_text(joined(parent, sample), detokenizer) for sample in group.samples_G]
-            for parent, group in zip(parents, groups, strict=True)
+            [dataclasses.replace(branch, text=stopping.text(branch.tokens_T)) for branch in branches_G]
+            for branches_G in branches_P_G
         ]
 
-    def _with_text(self, sample: Sample, detokenizer: Detokenizer) -> Sample:
-        end = -1 if sample.tokens_T[-1] in self._engine.stop_token_ids else None
-        return dataclasses.replace(sample, text=detokenizer.decode(sample.tokens_T[:end]))
+
+def branch_request(parents: list[Parent], num_branches: int, request: GenerateRequest) -> GenerateRequest:
+    """Return the request for what follows each parent's pivot: its tokens before the pivot are prompt."""
+    lengths = [request.sampling.max_tokens - parent.prefix_tokens for parent in parents]
+    return dataclasses.replace(
+        request,
+        prompts_P=[_begun_prompt(parent, request.num_samples) for parent in parents],
+        num_samples=num_branches,
+        seed=mix(request.seed, _BRANCH),
+        max_tokens_P_G=[[max_tokens] * num_branches for max_tokens in lengths],
+    )
 
 
-def branch_seed(draw: Draw) -> int:
-    return mix(draw.seed, _BRANCH)
-
-
-def begun_prompt(parent: Parent, draw: Draw) -> Prompt:
+def _begun_prompt(parent: Parent, num_samples: int) -> Prompt:
     """Return the parent's prompt with its tokens before the pivot, and an index of the parent's own."""
-    index = parent.prompt.index * draw.num_samples + parent.sample.sample_index
+    index = parent.prompt.index * num_samples + parent.sample.sample_index
     tokens_T = parent.prompt.tokens_T + parent.sample.tokens_T[: parent.prefix_tokens]
     return dataclasses.replace(parent.prompt, index=index, tokens_T=tokens_T)
-
-
-def left_tokens(parents: list[Parent], num_branches: int, draw: Draw) -> list[list[int]]:
-    """Return the maximum length of each branch after its pivot."""
-    return [[draw.sampling.max_tokens - each.prefix_tokens] * num_branches for each in parents]
 
 
 def spans_before(parent: Parent) -> list[range]:
@@ -187,7 +151,15 @@ def spans_before(parent: Parent) -> list[range]:
     return [span for span in parent.sample.environment_spans if span.stop <= parent.prefix_tokens]
 
 
-def joined(parent: Parent, sample: Sample) -> Sample:
+def joined_groups(parents: list[Parent], groups: list[Group]) -> list[list[Sample]]:
+    """Return each parent's branches, its tokens before the pivot included."""
+    return [
+        [_joined(parent, sample) for sample in group.samples_G]
+        for parent, group in zip(parents, groups, strict=True)
+    ]
+
+
+def _joined(parent: Parent, sample: Sample) -> Sample:
     """Return the sample after the parent's tokens before the pivot."""
     before, n, spans = parent.sample, parent.prefix_tokens, spans_before(parent)
     num_sampled = n - sum(map(len, spans))

@@ -21,7 +21,7 @@ from qerl.training.rollouts.rollout import (
     Rewards,
     TrainPrompts,
     rollout_metrics,
-    sampling_of,
+    step_request,
     with_advantages,
 )
 from qerl.types import Group, Pivot, Sample
@@ -49,13 +49,7 @@ class BranchingRollouts:
         prompts_P = self._train_prompts(step, config.num_prompts, 0)
         scored: list[tuple[Group, list[float | None]]] = []
         branched: list[tuple[Group, list[float | None], float]] = []
-        for batch in self._engine.branch_batches(
-            prompts_P,
-            num_samples=config.num_generations,
-            sampling=sampling_of(config),
-            seed=config.seed,
-            step=step,
-        ):
+        for batch in self._engine.branch_batches(step_request(config, prompts_P, step)):
             with log.span("rollout"):
                 groups_P = batch.sample()
             with log.span("reward"):

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from qerl.algo.estimate import clustered_mean, pass_at_powers
 from qerl.errors import quantity
-from qerl.types import Group, OnBurst, Prompt, RolloutEngine, Sampling
+from qerl.types import GenerateRequest, Group, OnBurst, RolloutEngine, Sampling
 
 EVALUATION_STEP = -1
 _NOTICE_EVERY_S = 15.0
@@ -49,20 +49,16 @@ class Evaluation:
 def sample_and_score(
     engine: RolloutEngine,
     score: Score,
-    prompts: list[Prompt],
-    *,
-    num_samples: int,
-    sampling: Sampling,
-    seed: int,
+    request: GenerateRequest,
     notice: Callable[[str], None] | None = None,
 ) -> tuple[list[Group], list[list[float | None]]]:
     """Return the samples of every prompt and their rewards. notice: gets the progress, at most every 15 s."""
-    told = None if notice is None else _progress(notice, len(prompts), sampling.temperature)
-    groups = engine.generate(
-        prompts, num_samples=num_samples, sampling=sampling, seed=seed, step=EVALUATION_STEP, on_burst=told
-    )
+    assert request.step == EVALUATION_STEP
+    num_prompts = len(request.prompts_P)
+    on_burst = None if notice is None else _progress(notice, num_prompts, request.sampling.temperature)
+    groups = engine.generate(request, on_burst=on_burst)
     rewards_P_G = score(groups)
-    assert [len(rewards_G) for rewards_G in rewards_P_G] == [num_samples] * len(prompts)
+    assert [len(rewards_G) for rewards_G in rewards_P_G] == [request.num_samples] * num_prompts
     return groups, rewards_P_G
 
 

@@ -18,7 +18,7 @@ from qerl.tasks.environment import says_error
 from qerl.tracking import StepLog
 from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
 from qerl.training.rollouts.prompt_order import PROMPT_ORDERS, PromptLengths
-from qerl.types import Episode, Group, Prompt, RolloutEngine, Sample, Sampling
+from qerl.types import Episode, GenerateRequest, Group, Prompt, RolloutEngine, Sample, Sampling
 
 TrainPrompts = Callable[[int, int, int], list[Prompt]]
 """(step, num_prompts, round) -> the prompts of that round."""
@@ -36,13 +36,13 @@ class GroupRollouts:
 
     def sample(self, step: int, log: StepLog) -> list[Group]:
         """Return the step's groups with rewards and advantages."""
-        config, sampling = self._config, sampling_of(self._config)
+        config = self._config
         kept_P, sampled_P, overlap, round = [], [], Counter[str](), 0
         for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
             prompts_P = self._train_prompts(step, config.num_prompts, round)
             scores = OverlappedRewards(config, self._rewards)
             with log.span("rollout"):
-                groups_P = self._generate(prompts_P, sampling, step, scores)
+                groups_P = self._generate(prompts_P, step, scores)
             with log.span("reward"):
                 rewards_P_G = scores.rewards(list(enumerate(groups_P)))
             overlap.update(scores.metrics)
@@ -54,20 +54,12 @@ class GroupRollouts:
         log.add(**rollout_metrics(config, sampled_P), **overlap, rounds=round + 1)
         return kept_P
 
-    def _generate(
-        self, prompts_P: list[Prompt], sampling: Sampling, step: int, scores: OverlappedRewards
-    ) -> list[Group]:
+    def _generate(self, prompts_P: list[Prompt], step: int, scores: OverlappedRewards) -> list[Group]:
         """Return the groups of the prompts, in order, whichever is sampled first."""
-        config, prompt_order = self._config, self._config.rollout.prompt_order
+        prompt_order = self._config.rollout.prompt_order
         order = PROMPT_ORDERS[prompt_order](prompts_P, self.lengths)
-        sampled_P = self._engine.generate(
-            [prompts_P[i] for i in order],
-            num_samples=config.num_generations,
-            sampling=sampling,
-            seed=config.seed,
-            step=step,
-            on_burst=scores.on_burst(order),
-        )
+        request = step_request(self._config, [prompts_P[i] for i in order], step)
+        sampled_P = self._engine.generate(request, on_burst=scores.on_burst(order))
         if prompt_order != "fifo":
             self.lengths.add(sampled_P)
         by_place = dict(zip(order, sampled_P, strict=True))
@@ -76,6 +68,17 @@ class GroupRollouts:
 
 def sampling_of(config: RunConfig) -> Sampling:
     return Sampling(**dataclasses.asdict(config.sample))
+
+
+def step_request(config: RunConfig, prompts_P: list[Prompt], step: int) -> GenerateRequest:
+    """Return the request for the samples of these prompts in a step."""
+    return GenerateRequest(
+        prompts_P,
+        num_samples=config.num_generations,
+        sampling=sampling_of(config),
+        seed=config.seed,
+        step=step,
+    )
 
 
 def with_advantages(

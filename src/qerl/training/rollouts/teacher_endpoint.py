@@ -22,7 +22,15 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
 from qerl.tasks.scoring import Failure
-from qerl.types import Group, OnBurst, Prompt, RolloutEngine, Sample, Sampling, TeacherLogprobs
+from qerl.types import (
+    GenerateRequest,
+    Group,
+    OnBurst,
+    Prompt,
+    RolloutEngine,
+    Sample,
+    TeacherLogprobs,
+)
 
 KEY_VARIABLE = "QERL_TEACHER_KEY"
 _PROBES = (
@@ -143,29 +151,22 @@ class EndpointTeacher:
     def engine(self) -> Iterator[RolloutEngine]:
         yield self
 
-    def generate(
-        self,
-        prompts_P: list[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        on_burst: OnBurst | None = None,
-    ) -> list[Group]:
+    def generate(self, request: GenerateRequest, *, on_burst: OnBurst | None = None) -> list[Group]:
         """Sample from the endpoint; raise UserError if it fails."""
-        places = [(prompt, g) for prompt in prompts_P for g in range(num_samples)]
-        found = iter(self._all(lambda place: self._sample(place[0], place[1], sampling, seed), places))
-        return [Group(prompt=p, samples_G=[next(found) for _ in range(num_samples)]) for p in prompts_P]
+        prompts_P, size = request.prompts_P, request.num_samples
+        places = [(prompt, g) for prompt in prompts_P for g in range(size)]
+        found = iter(self._all(lambda place: self._sample(place[0], place[1], request), places))
+        return [Group(prompt=p, samples_G=[next(found) for _ in range(size)]) for p in prompts_P]
 
-    def _sample(self, prompt: Prompt, index: int, sampling: Sampling, seed: int) -> Sample:
+    def _sample(self, prompt: Prompt, index: int, request: GenerateRequest) -> Sample:
+        sampling = request.sampling
         fields = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
         body = {
             "model": self._model,
             "prompt": prompt.tokens_T,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            "seed": mix(seed, prompt.index, index) % (1 << 31),
+            "seed": mix(request.seed, prompt.index, index) % (1 << 31),
             **{name: value for name, value in fields.items() if value is not None},
             **({"stop": list(sampling.stop)} if sampling.stop else {}),
         }
