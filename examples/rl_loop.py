@@ -102,6 +102,7 @@ def sampled(
     """Return the groups to learn from. With one round these are all; with more only those whose rewards
     differ, until there are enough (DAPO's dynamic sampling)."""
     kept_P: list[qerl.Group] = []
+    groups_P: list[qerl.Group] = []
     for round in range(options.max_rounds):
         groups_P = policy.generate(prompts(step, round), num_generations=options.samples, step=step)
         groups_P = [scored(group) for group in groups_P]
@@ -125,7 +126,7 @@ def train(
         policy.publish(learner.version)
         samples = [sample for group in groups_P for sample in group.samples_G]
         num_tokens, took_s = sum(len(s.tokens_T) for s in samples), time.perf_counter() - start_s
-        mean = fmean(sample.reward for sample in samples)
+        mean = fmean(s.reward for s in samples if s.reward is not None)
         yield {**metrics, "sigma": noise, "reward": mean, "tokens_per_s": num_tokens / took_s}
 
 

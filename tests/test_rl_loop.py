@@ -20,6 +20,7 @@ from qerl.training.policy import load_task
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "rl_loop.py"
+PEFT = "adapter_config.json", "adapter_model.safetensors"
 TINY = ["--rank", "4", "--max-tokens", "5", "--learning-rate", "0.01", "--prompts", "4", "--samples", "4"]
 
 
@@ -122,9 +123,10 @@ def test_its_steps_are_those_of_train_bit_for_bit(rl_loop, model, tmp_path, loss
         assert {name: mine[name] for name in names} == {name: theirs[name] for name in names}
     assert any(metrics["sigma"] > 0 and metrics["mismatch_abs"] > 0 for metrics in own)
     assert any(metrics.get("grad_norm", 0.0) > 0 for metrics in own)
-    saved = tmp_path / "run" / "checkpoints" / "step-000004" / "adapter_model.safetensors"
-    theirs = load_file(saved)
-    assert all(torch.equal(t, theirs[n]) for n, t in load_file(tmp_path / "own" / saved.name).items())
+    saved, mine = tmp_path / "run" / "checkpoints" / "step-000004", tmp_path / "own"
+    assert json.loads((mine / PEFT[0]).read_text()) == json.loads((saved / PEFT[0]).read_text())
+    theirs = load_file(saved / PEFT[1])
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_file(mine / PEFT[1]).items())
 
 
 def test_prompts_are_those_of_a_task(model, tmp_path):
