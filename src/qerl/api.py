@@ -123,9 +123,7 @@ class Policy:
     ):
         self.config = config
         """Settings of model, adapter, sampling, engine and seed; the other ones mean nothing here."""
-        self.tokenizer = tokenizer
-        self.max_prompt_tokens = max_prompt_tokens
-        """Length of the longest prompt."""
+        self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self._decoder, self._engine, self._notice = decoder, engine, notice
         engine.expect(max_prompt_tokens + config.sample.max_tokens)
 
@@ -148,18 +146,12 @@ class Policy:
         except BadRow as fault:
             raise UserError(f"prompt {index}: {fault}") from fault
         text, tokens_T = render_chat(self.tokenizer, turns)
-        num_tokens, most = len(tokens_T), self.max_prompt_tokens
-        require(num_tokens > 0, f"prompt {index} has no token")
-        require(num_tokens <= most, f"prompt {index} has {num_tokens} tokens, max_prompt_tokens is {most}")
+        length, most = len(tokens_T), self.max_prompt_tokens
+        require(0 < length <= most, f"prompt {index} has {length} tokens, max_prompt_tokens is {most}")
         return Prompt(index=index, text=text, tokens_T=tokens_T, messages=turns, columns=columns)
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_generations: int,
-        step: int,
-        sampling: Sampling | None = None,
+        self, prompts: Sequence[Prompt], *, num_generations: int, step: int, sampling: Sampling | None = None
     ) -> list[Group]:
         """Return a group for each prompt, in order: num_generations samples with tokens, text and logprobs,
         in nats, of the policy that drew them, noise included.
@@ -221,16 +213,8 @@ class Policy:
         )
         _check_choices(config)
         score = partial(self._engine.score, sampling=self.sampling) if config.engine.exact else None
-        return PolicyLearner(
-            planned_learner(
-                self._decoder,
-                config,
-                self.max_prompt_tokens,
-                notice=self._notice,
-                score=score,
-                ranks=ALONE,
-            )
-        )
+        policy = self._decoder, config, self.max_prompt_tokens
+        return PolicyLearner(planned_learner(*policy, notice=self._notice, score=score, ranks=ALONE))
 
     def publish(self, version: int) -> None:
         """Sample from the adapter's present weights from now on; samples record the learner's version."""
@@ -268,12 +252,11 @@ class PolicyLearner:
         """
         samples = [sample for group in groups for sample in group.samples_G]
         require(len(samples) > 0, "step needs groups with samples: call generate first")
-        known = [sample for sample in samples if sample.reward is not None]
+        known = [sample.advantage for sample in samples if sample.reward is not None]
         hint = "no sample has a reward: set reward and advantage with dataclasses.replace(sample, ...)"
         require(len(known) > 0, hint)
-        for sample in known:
-            is_finite = math.isfinite(sample.advantage)
-            require(is_finite, f"an advantage must be a finite number, got {sample.advantage}")
+        for advantage in known:
+            require(math.isfinite(advantage), f"an advantage must be a finite number, got {advantage}")
         return self._learner.step(list(groups))
 
 
