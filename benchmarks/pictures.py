@@ -16,6 +16,7 @@ from qerl.bench.record import ROOT
 from qerl.errors import UserError
 from qerl.tracking.report.curve import Series, curves_svg
 from qerl.tracking.report.page import asset
+from qerl.tracking.report.read import Points
 
 IMAGES = ROOT / "docs" / "images"
 _STYLE = """<style>
@@ -88,7 +89,7 @@ def run_svg(folder: Path) -> str:
     held_out = Series(label="held-out", run_index=1, points=ends, mark="dot")
     charts = []
     for i, (key, title) in enumerate(_CURVES.items()):
-        points = [(number, step[key]) for number, step in enumerate(steps, 1)]
+        points: Points = [(float(number), step[key]) for number, step in enumerate(steps, 1)]
         breaks = {} if key == "sigma" else dict.fromkeys(starts, "noise")
         mark = "exact" if key == "sigma" else "line"
         series = [Series(label=key, run_index=0, points=points, mark=mark, breaks=breaks)]

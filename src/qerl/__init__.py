@@ -8,17 +8,40 @@ from qerl.errors import RunError, UserError, check_platform
 
 if TYPE_CHECKING:
     from qerl import config
+    from qerl.api import Policy, PolicyLearner, load
     from qerl.config import RunConfig, recipes
+    from qerl.types import Group, Prompt, Sample, Sampling
 
-__all__ = ["RunConfig", "RunError", "UserError", "config", "recipes", "train"]
+__all__ = [
+    "Group",
+    "Policy",
+    "PolicyLearner",
+    "Prompt",
+    "RunConfig",
+    "RunError",
+    "Sample",
+    "Sampling",
+    "UserError",
+    "config",
+    "load",
+    "recipes",
+    "train",
+]
+_MODULES = {
+    "qerl.config": ("config", "RunConfig"),
+    "qerl.config.recipes": ("recipes",),
+    "qerl.types": ("Group", "Prompt", "Sample", "Sampling"),
+    "qerl.api": ("Policy", "PolicyLearner", "load"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import qerl.config when it is first used, so that __main__.py can handle Ctrl-C before that."""
-    if name not in ("RunConfig", "config", "recipes"):
-        raise AttributeError(f"module 'qerl' has no attribute {name!r}")
-    found = importlib.import_module("qerl.config" if name != "recipes" else "qerl.config.recipes")
-    return found.RunConfig if name == "RunConfig" else found
+    """Import a name when it is first used: torch takes seconds, and __main__.py handles Ctrl-C before."""
+    for path, names in _MODULES.items():
+        if name in names:
+            module = importlib.import_module(path)
+            return module if path.endswith(f".{name}") else getattr(module, name)
+    raise AttributeError(f"module 'qerl' has no attribute {name!r}")
 
 
 def train(

@@ -23,7 +23,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("learner",),
     ("training",),
     ("bench", "eval", "export", "serve"),
-    ("trl",),
+    ("api", "trl"),
     ("cli",),
     ("__main__",),
 )

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -64,12 +65,17 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
         raise UserError(f"{run}: adapter.router is not written in PEFT's layout; use --as merged")
     adapter, description = latest_described_adapter(run / "checkpoints")
     description |= {"base_model_name_or_path": base_name(config.model.path)}
+    write_adapter(adapter, description, config.model.path, out)
+
+
+def write_adapter(adapter: dict[str, Tensor], description: dict[str, Any], model: str, out: Path) -> None:
+    """Write the tensors, PEFT's description of them and the tokenizer of the model at this path."""
     with hf_writer.atomic_folder(out) as folder:
         save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
         (folder / ADAPTER).chmod(0o644)  # safetensors lets only the owner read
         hf_writer.write_json(folder / ADAPTER_CONFIG, description)
         try:
-            hf_writer.write_tokenizer(folder, locate(config.model.path))
+            hf_writer.write_tokenizer(folder, locate(model))
         except UserError as error:  # the base is gone; the adapter is the user's work
             print(f"the adapter is exported without a tokenizer: {error}", file=sys.stderr)
 
