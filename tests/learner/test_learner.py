@@ -275,10 +275,10 @@ def test_bf16_learns_nearly_what_fp32_does(groups):
 def test_an_adapter_of_another_shape_is_the_users_mistake(groups):
     small = Learner(tiny_decoder(adapter=AdapterConfig(rank=2)), run_config())
     with pytest.raises(UserError, match=r"lora_A.*\(2, 32\)|lora_A.*\(4, 32\)"):
-        tiny_learner().load(small.adapter_state(), {}, version=1)
+        tiny_learner().load(small.adapter_state(), {}, version=1, micro_tokens=8192)
     some = Learner(tiny_decoder(adapter=AdapterConfig(rank=4, target_modules=("q_proj",))), run_config())
     with pytest.raises(UserError, match="lora_A"):
-        tiny_learner().load(some.adapter_state(), {}, version=1)
+        tiny_learner().load(some.adapter_state(), {}, version=1, micro_tokens=8192)
 
 
 def test_the_device_learns_what_the_cpu_does(device, groups):

@@ -335,11 +335,10 @@ class Learner:
         adapter: dict[str, Tensor],
         optimizer: dict[str, Tensor],
         version: int,
-        micro_tokens: int | None = None,
+        micro_tokens: int,
     ) -> None:
         """Restore the state that `state` returned, bit for bit; micro-batches grow no larger than planned."""
         load_adapter(self.decoder, adapter)
         load_state(self._optimizer, self._masters, optimizer)
         self.version = version
-        if micro_tokens is not None:
-            self._oom_retry.micro_tokens = min(micro_tokens, self.micro_tokens)
+        self._oom_retry.micro_tokens = min(micro_tokens, self.micro_tokens)
