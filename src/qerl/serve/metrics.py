@@ -56,18 +56,6 @@ class TimeHistogram:
         yield f"{self._name}_count {sum(self._counts)}"
 
 
-class ReadNumber:
-    """A counter or gauge that another part of the server keeps."""
-
-    def __init__(self, name: str, help_text: str, read: Callable[[], float]):
-        self._name, self._help, self._read = name, help_text, read
-
-    def lines(self) -> Iterator[str]:
-        kind = "counter" if self._name.endswith("_total") else "gauge"
-        yield from _head(self._name, self._help, kind)
-        yield f"{self._name} {self._read()}"
-
-
 class ServerMetrics:
     def __init__(self):
         self.responses = LabeledCounter(
@@ -89,15 +77,19 @@ class ServerMetrics:
             "From a request's entry into the queue to the end of its answer.",
             _DURATION_BOUNDS_S,
         )
-        self._read = list[ReadNumber]()
+        self._read = list[tuple[str, str, Callable[[], float]]]()
 
     def add_read(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Show a number that another part keeps; a name that ends with _total is a counter."""
-        self._read.append(ReadNumber(name, help_text, read))
+        self._read.append((name, help_text, read))
 
     def render(self) -> str:
         counters = (self.responses, self.closed, self.accept_errors, self.first_token, self.duration)
-        return "".join(f"{line}\n" for each in (*counters, *self._read) for line in each.lines())
+        lines = [line for counter in counters for line in counter.lines()]
+        for name, help_text, read in self._read:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [*_head(name, help_text, kind), f"{name} {read()}"]
+        return "".join(f"{line}\n" for line in lines)
 
 
 def _head(name: str, help_text: str, kind: str) -> tuple[str, str]:

@@ -191,7 +191,7 @@ def _hub(name: str, split: str, prompt_column: str | None) -> RowTable:
 
     path, _, subset = name.partition(":")
     try:
-        with _quiet("huggingface_hub"):  # it logs every attempt
+        with _quiet_hub():
             dataset = datasets.load_dataset(path, subset or None, split=split)
     except Exception as error:  # network, hub or data set files may raise anything
         reason = str(error).strip().partition("\n")[0]
@@ -203,8 +203,9 @@ def _hub(name: str, split: str, prompt_column: str | None) -> RowTable:
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
+def _quiet_hub() -> Iterator[None]:
+    """Let huggingface_hub log errors only: it logs every attempt."""
+    logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -59,7 +59,7 @@ function convert(run, from, to, value) {
 const lastOf = (run, axis) => run.clock[run.clock.length - 1][axis];
 const extent = (axis) => Math.max(...data.runs.map((run) => lastOf(run, axis))) || 1;
 const longestRun = () => data.runs.reduce((best, run, i) => lastOf(run, 0) > lastOf(data.runs[best], 0) ? i : best, 0);
-const toPixel = (x) => LEFT + x / extent(view.axis) * (RIGHT - LEFT);
+const toPixel = (x, end = extent(view.axis)) => LEFT + x / end * (RIGHT - LEFT);
 
 function formatShort(value) {
   return value >= 10000 ? Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value) : formatValue(+value.toPrecision(3));
@@ -71,12 +71,13 @@ function formatValue(value) {
 
 // Move the shapes to the chosen axis, and show the means of the chosen strength before the values, or the values alone.
 function applyView(svg) {
+  const last = extent(0), end = extent(view.axis);
   const label = (x, anchor, text) => shape("text", { x, y: BOTTOM + 16, "text-anchor": anchor }, [text]);
   const ticks = data.ticks[view.axis].map((tick) => label(toPixel(tick).toFixed(1), "middle", formatShort(tick)));
   svg.querySelector(".x").replaceChildren(...ticks, label(LEFT - 22, "end", UNITS[view.axis]));
   for (const node of svg.querySelectorAll("g.run *, .layer")) {
     const { run } = node.closest("[data-run]").dataset;
-    const move = (px) => toPixel(convert(run, 0, view.axis, (px - LEFT) / (RIGHT - LEFT) * extent(0))).toFixed(1);
+    const move = (px) => toPixel(convert(run, 0, view.axis, (px - LEFT) / (RIGHT - LEFT) * last), end).toFixed(1);
     node.drawn ??= ["d", "points", "cx", "x"].filter((name) => node.hasAttribute(name)).map((name) => [name, node.getAttribute(name)]);
     // Each x is a whole attribute or stands before a comma.
     for (const [name, text] of node.drawn) node.setAttribute(name, text.replace(/^[\d.]+$|[\d.]+(?=,)/g, move));

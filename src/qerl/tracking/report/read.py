@@ -233,7 +233,7 @@ def _turns(value: Any) -> list[list[str]]:
     return shown + ([["more", f"{num_left} more messages in samples.jsonl"]] if num_left else [])
 
 
-def _shortened(value: Any, most: int = _MAX_CHARACTERS) -> str:
+def _shortened(value: Any, limit: int = _MAX_CHARACTERS) -> str:
     text = str(value)
-    num_cut = len(text) - most
-    return text if num_cut <= 0 else f"{text[:most]}\n[{num_cut} more characters in samples.jsonl]"
+    num_cut = len(text) - limit
+    return text if num_cut <= 0 else f"{text[:limit]}\n[{num_cut} more characters in samples.jsonl]"
