@@ -8,6 +8,7 @@ import torch
 from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.formats import BF16, NVFP4
+from qerl.kernels.linear.lora_linear import lora_linear
 from qerl.kernels.runtime.host_memory import usable_host_bytes
 from qerl.learner import Learner, kept_on_host
 from qerl.learner.activation_checkpointing import RECOMPUTE, OnDevice, checkpoint_layers
@@ -186,6 +187,22 @@ def test_a_result_that_nobody_reads_is_left_out_and_its_gradients_are_not(rng):
     assert y_TN.any() and not none_TN.any()
     assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
     assert torch.equal(result_and_gradients(again)[0], y_TN)
+
+
+@MODES
+def test_of_a_repeated_layer_the_last_product_alone_is_left_out(recompute, monkeypatch):
+    decoder, left_out = tiny_decoder(), []
+
+    def watched(x_TK, operand, *rest, needs_output):
+        if not needs_output:
+            left_out.append(operand.func.__self__)
+        return lora_linear(x_TK, operand, *rest, needs_output=needs_output)
+
+    monkeypatch.setattr("qerl.models.linear.lora_linear", watched)
+    hidden_TD = pass_over(decoder, RECOMPUTE[recompute](CPU)())
+    assert not left_out
+    hidden_TD.sum().backward()
+    assert left_out == [layer.mlp.down_proj for layer in reversed(decoder.layers)]
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "offload"])

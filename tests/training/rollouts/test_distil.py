@@ -238,10 +238,10 @@ def test_two_ranks_end_as_one(files, tmp_path):
 def test_an_adapter_is_worn_and_taken_off(rng):
     decoder, other = tiny_decoder(fresh=True), tiny_decoder(adapter=AdapterConfig(rank=6, alpha=3.0))
     config = run_config(distil=DistilConfig(teacher="x", loss="jsd"), noise=NoiseConfig(schedule="none"))
-    worn = OtherAdapter(decoder, AdapterConfig(rank=6, alpha=3.0), adapter_tensors(other)).worn
+    active = OtherAdapter(decoder, AdapterConfig(rank=6, alpha=3.0), adapter_tensors(other)).active
     groups, before = random_groups(3, 2, vocab=VOCAB, rng=rng), adapter_tensors(decoder)
     own = LocalTeacher(_plain(other), config, other, None, print).score(groups)
-    shared = LocalTeacher(worn, config, decoder, None, print).score(groups)
+    shared = LocalTeacher(active, config, decoder, None, print).score(groups)
     for a, b in zip(itertools.chain(*own), itertools.chain(*shared), strict=True):
         torch.testing.assert_close(a.logprob_C, b.logprob_C)
         torch.testing.assert_close(a.outcomes_CX, b.outcomes_CX)

@@ -126,7 +126,7 @@ def adapter_off(decoder: PolicyModel) -> Iterator[None]:
 
 
 class OtherAdapter:
-    """A frozen adapter that linears of this decoder can wear in the place of their own, of any rank."""
+    """A frozen adapter of any rank that can be active in this decoder in the place of its own."""
 
     @torch.no_grad()
     def __init__(self, decoder: Decoder, config: AdapterConfig, tensors: Mapping[str, Tensor]):
@@ -140,7 +140,7 @@ class OtherAdapter:
             problem = "lacks" if differing[0] in names else "has an unknown"
             raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")
         self._decoder, self._scaling = decoder, config.alpha / config.rank
-        self._worn: dict[str, tuple[Tensor, ...]] = {}
+        self._tensors: dict[str, tuple[Tensor, ...]] = {}
         for name, linear in linears.items():
             a_RK, b_NR = (tensors[f"{PREFIX}{name}.lora_{side}.weight"] for side in "AB")
             expected = (config.rank, linear.in_width), (linear.out_width, config.rank)
@@ -151,17 +151,17 @@ class OtherAdapter:
                 )
             masters = [t.detach().to(decoder.device, torch.float32, copy=True) for t in (a_RK, b_NR)]
             work = [t.to(linear.compute, copy=True) for t in masters]
-            self._worn[name] = *(nn.Parameter(t, requires_grad=False) for t in masters), *work
+            self._tensors[name] = *(nn.Parameter(t, requires_grad=False) for t in masters), *work
 
     @contextlib.contextmanager
-    def worn(self) -> Iterator[Decoder]:
+    def active(self) -> Iterator[Decoder]:
         """Compute with this adapter within the context, without gradients. The learner's is not touched."""
         before = []
         try:
             for name, linear in self._decoder.linears():
                 before.append((linear, [getattr(linear, field) for field in _ADAPTER_FIELDS]))
                 is_fused = isinstance(linear.weight, BF16 | FP8Flow)
-                values = (*self._worn.get(name, (None,) * 4), self._scaling, is_fused, True)
+                values = (*self._tensors.get(name, (None,) * 4), self._scaling, is_fused, True)
                 for field, value in zip(_ADAPTER_FIELDS, values, strict=True):
                     setattr(linear, field, value)
             with torch.no_grad():

@@ -1,6 +1,6 @@
 """The teacher of a distillation: a model in this process. An endpoint is in teacher_endpoint.py.
 
-    an adapter         worn by the student's own base, of which there is one copy
+    an adapter         active on the student's own base, of which there is one copy
     the same model     the student's base without its adapter, likewise
     another model      a decoder of its own, frozen, in its own format
     a URL              an endpoint
@@ -109,7 +109,7 @@ def _policy(config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerB
         is_lora = config.adapter.kind == "lora"
         require(is_lora, "a teacher that is an adapter needs adapter.kind lora: its base must stay as it is")
         settings = adapter_config(str(folder))
-        return OtherAdapter(student, settings, read_adapter(str(folder), settings)).worn
+        return OtherAdapter(student, settings, read_adapter(str(folder), settings)).active
     source = locate(distil.teacher)
     check_vocabulary(tokenizer, load_tokenizer(distil.teacher), distil.teacher)
     if _is_base(config, source):
