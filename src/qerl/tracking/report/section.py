@@ -201,9 +201,10 @@ def timeline(run: RecordedRun) -> dict[str, Any]:
 
 
 def ticks(timelines: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """Return the ticks of each x axis, which all charts share: whole steps, minutes, tokens."""
+    """Return the ticks of each x axis, which all charts share: whole steps, minutes, tokens. An axis that
+    ends at 0 or below, as negative times in damaged records give, has the ticks of one that ends at 1."""
     ends = zip(*(timeline["clock"][-1] for timeline in timelines), strict=True)
-    steps, *others = [linear_ticks(0.0, max(values) or 1.0, 6) for values in ends]
+    steps, *others = [linear_ticks(0.0, end if (end := max(values)) > 0 else 1.0, 6) for values in ends]
     return [[tick for tick in steps if tick.is_integer()], *others]
 
 
