@@ -42,12 +42,11 @@ from qerl.engine.prefill.prefill import Prefill
 from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
+from qerl.engine.schedule.cache_space import CacheSpace
 from qerl.engine.schedule.carried_cache import HostPieces
-from qerl.engine.schedule.kept_pages import KeptPages
 from qerl.engine.schedule.live_sample import LiveGroup
-from qerl.engine.schedule.page_pool import PagePool
-from qerl.engine.schedule.scheduler import Scheduler, num_pages
-from qerl.engine.schedule.window_pages import WindowPages
+from qerl.engine.schedule.page_pool import num_pages
+from qerl.engine.schedule.scheduler import Scheduler
 from qerl.engine.score import score
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
@@ -203,23 +202,21 @@ class Engine(SamplingEngine):
         max_admitted_tokens: int | None = None,
         kept_fraction: float = 0.0,
     ) -> Generation:
-        config, pages, kept = self._config, PagePool(cache.num_pages), None
-        if kept_fraction and cache.states is None and cache.windowed is None:  # pages alone hold a sequence
-            kept = KeptPages(pages, int(kept_fraction * cache.num_pages), config.block_size)
+        has_only_pages = cache.states is None and cache.windowed is None
+        space = CacheSpace(
+            cache.num_pages,
+            self._config.block_size,
+            num_slots=cache.num_state_slots,
+            num_window_pages=cache.num_window_pages,
+            window=self._size.window,
+            max_kept_pages=int(kept_fraction * cache.num_pages) if has_only_pages else 0,
+        )
+        rows = self._runners.max_rows
         generation = Generation(
             cache,
-            Scheduler(
-                groups,
-                pages,
-                page_tokens=config.block_size,
-                max_num_seqs=self._runners.max_rows,
-                max_admitted_tokens=max_admitted_tokens,
-                states=PagePool(cache.num_state_slots) if cache.states is not None else None,
-                windows=WindowPages(cache.num_window_pages, self._size.window),
-                kept=kept,
-            ),
+            Scheduler(groups, space, max_num_seqs=rows, max_admitted_tokens=max_admitted_tokens),
             self._runners.teacher_forcing()
-            if config.exact
+            if self._config.exact
             else Prefill(self._decoder, cache, self._max_num_batched_tokens),
             runner,
             call,

@@ -81,11 +81,11 @@ class Generation:
 
     @property
     def num_used_pages(self) -> int:
-        return self._scheduler.pages.num_used
+        return self._scheduler.space.pages.num_used
 
     @property
     def num_pages(self) -> int:
-        return self._scheduler.pages.num_pages
+        return self._scheduler.space.pages.num_pages
 
     @property
     def num_prefilled(self) -> int:
@@ -94,8 +94,7 @@ class Generation:
 
     def forget(self, episodes: list[object]) -> None:
         """Keep no pages for these episodes any more."""
-        if self._scheduler.kept is not None:
-            self._scheduler.kept.forget(episodes)
+        self._scheduler.space.kept.forget(episodes)
 
     def add(self, groups: list[LiveGroup]) -> None:
         """Add groups that start at the next burst, if there is room; they are younger than all before."""
@@ -388,6 +387,6 @@ class Generation:
         return self._runner.sampler.key(coordinates, s.group.prompt_tokens)
 
     def _note_pages(self) -> None:
-        stats, windows = self.stats, self._scheduler.windows
+        stats, windows = self.stats, self._scheduler.space.windows
         stats.peak_pages = max(stats.peak_pages, self.num_used_pages)
         stats.peak_window_pages = max(stats.peak_window_pages, windows.pool.num_used)

@@ -19,8 +19,7 @@ from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.teacher_forcing import TeacherForcing
 from qerl.engine.prefill.prefill import PrefillChunk
 from qerl.engine.sampling.sampler import Sampler
-from qerl.engine.schedule.page_pool import PagePool
-from qerl.engine.schedule.scheduler import num_pages, own_pages
+from qerl.engine.schedule.page_pool import PagePool, num_pages, own_pages
 from qerl.kernels.head.token_mask import TokenMask
 from qerl.types import AllowedTokens, Group, Sample
 

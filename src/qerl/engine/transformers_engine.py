@@ -26,10 +26,11 @@ from qerl.engine.prefill.prefill import PrefillChunk
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling.sampler import Sampler, TorchSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
+from qerl.engine.schedule.cache_space import CacheSpace
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
-from qerl.engine.schedule.page_pool import PagePool
-from qerl.engine.schedule.scheduler import Scheduler, min_group_pages, num_pages
+from qerl.engine.schedule.page_pool import PagePool, min_group_pages, num_pages
+from qerl.engine.schedule.scheduler import Scheduler
 from qerl.models.transformers_backend.transformers_model import TransformersModel
 from qerl.types import Prompt, Sampling
 
@@ -75,18 +76,12 @@ class TransformersEngine(SamplingEngine):
             max_admitted_tokens: int | None = None,
             kept_fraction: float = 0.0,
         ) -> Generation:
-            pool = PagePool(pages)  # pages hold nothing that could be kept
-            caches = PromptCaches(pool)
+            space = CacheSpace(pages, page_tokens)  # pages hold nothing that could be kept
+            caches = PromptCaches(space.pages)
             prefill = TransformersPrefill(self._transformer, caches, self._max_num_batched_tokens)
             return Generation(
                 caches,
-                Scheduler(
-                    groups,
-                    pool,
-                    page_tokens=page_tokens,
-                    max_num_seqs=self.max_rows,
-                    max_admitted_tokens=max_admitted_tokens,
-                ),
+                Scheduler(groups, space, max_num_seqs=self.max_rows, max_admitted_tokens=max_admitted_tokens),
                 prefill,
                 TransformersRunner(self._transformer, self._sampler(sampling), caches),
                 call,

@@ -9,7 +9,7 @@ import torch
 from qerl.config import EngineConfig
 from qerl.engine.cache.kv_cache import page_bytes
 from qerl.engine.schedule.live_sample import LiveGroup
-from qerl.engine.schedule.scheduler import min_group_pages, num_pages, own_pages
+from qerl.engine.schedule.page_pool import min_group_pages, num_pages, own_pages
 from qerl.engine.schedule.window_pages import Window, windowed_layers
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture

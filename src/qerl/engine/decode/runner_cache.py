@@ -26,7 +26,7 @@ from qerl.engine.decode.runner import DecodeRunner, bucket_of
 from qerl.engine.decode.teacher_forcing import TeacherForcing
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling.sampler import FusedSampler, Sampler, TorchSampler
-from qerl.engine.schedule.scheduler import num_pages
+from qerl.engine.schedule.page_pool import num_pages
 from qerl.formats import BF16, FP8, PackedWeight
 from qerl.kernels.attention.chunked_attention import chunked_decode
 from qerl.kernels.attention.decode_shape import CHUNK

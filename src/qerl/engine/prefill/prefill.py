@@ -16,7 +16,7 @@ from qerl.engine.cache.kv_cache import KVCache, slots_of
 from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.prefill.window import WindowedForward
-from qerl.engine.schedule.scheduler import num_pages
+from qerl.engine.schedule.page_pool import num_pages
 from qerl.engine.schedule.window_pages import Window
 from qerl.kernels.attention.attention import PagedLayout, Span, span_attention
 from qerl.kernels.attention.attention_options import AttentionOptions

@@ -35,7 +35,7 @@ from qerl.engine.cache.budget import free_bytes
 from qerl.engine.cache.kv_cache import FP8
 from qerl.engine.cache.size import CacheSize, PageCounts
 from qerl.engine.cache.state_cache import slot_bytes
-from qerl.engine.schedule.scheduler import num_pages, own_pages
+from qerl.engine.schedule.page_pool import num_pages, own_pages
 from qerl.formats import FORMATS
 from qerl.kernels.head.head_operand import slice_columns
 from qerl.kernels.linear.fused_linear import WIDE_ROWS
