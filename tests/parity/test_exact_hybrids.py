@@ -17,7 +17,8 @@ from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, SampleConfig
 from qerl.engine.decode import forward as decode_forward
 from qerl.engine.decode.runner_cache import RunnerCache, exact_mode_obstacle
-from qerl.engine.prefill.prefill import Prefill, PrefillChunk
+from qerl.engine.prefill.chunk import PrefillChunk
+from qerl.engine.prefill.prefill import Prefill
 from qerl.learner import Learner
 from qerl.models.peft.adapter import adapter_tensors, add_adapter, publish
 

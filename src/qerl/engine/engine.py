@@ -1,20 +1,15 @@
 """Sampling engine: continuous batching over a paged KV cache, on the learner's own decoder.
 
-    sampling_engine.py  public methods of all engines generation.py      one call: schedule, decode, read
-    engine.py           KV cache, branches, scores    transformers_engine.py  transformers' code and caches
-    scheduler.py        run, wait, park, preempt      page_pool.py       reference counts of pages
-    kv_cache.py         memory of the pages           kv_budget.py       how much memory they may take
-    prefill.py          prompts -> hidden states      teacher_forcing.py prefill by the decode forward
-    decode_runner.py    bursts of steps, CUDA graphs  runner_cache.py    runners kept between calls
-    decode_forward.py   one step's forward            decode_kernels.py   the same with our kernels
-    fused_linear.py     linears of a decode step      branch_batch.py    samples, then branches of them
-    sampler.py          hidden states -> tokens       token_sampling.py  logits -> token and logprob
-    detokenizer.py      tokens -> text, stop strings  row_sampler.py     rows with their own parameters
-    live_batch.py       requests join and leave       live_sample.py     prompts and samples of a call
-    state_cache.py      recurrent states              cache_size.py      pages and slots that a call needs
-    cache_memory.py     tensors of a cache            carried_cache.py   contents for the next call
-    constraint.py       what a grammar allows         prompt_logprobs.py logprobs of a prompt's tokens
-    score.py            exact logprobs of samples     stats.py           counts and times of a call
+    engine.py           KV cache, branches, scores     sampling_engine.py      public methods of all engines
+    generation.py       one call: schedule, decode     transformers_engine.py  transformers' code and caches
+    live_batch.py       requests join and leave        branch_batch.py         samples, then branches of them
+    score.py            exact logprobs of samples      stats.py                counts and times of a call
+
+    schedule/           who runs, waits and is preempted (scheduler.py) in which space (cache_space.py)
+    cache/              memory of pages and states; how much a call needs, and may take
+    sampling/           hidden states -> tokens, logprobs, text
+    prefill/            prompts -> hidden states, in chunks
+    decode/             bursts of steps, their forward, kernels and CUDA graphs
 
 The engine owns no weights. The noise is whatever the decoder's norms contain during a call.
 """

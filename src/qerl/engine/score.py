@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.teacher_forcing import TeacherForcing
-from qerl.engine.prefill.prefill import PrefillChunk
+from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.sampling.sampler import Sampler
 from qerl.engine.schedule.page_pool import PagePool, num_pages, own_pages
 from qerl.kernels.head.token_mask import TokenMask

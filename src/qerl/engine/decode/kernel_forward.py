@@ -11,7 +11,7 @@ u = scaling * x @ A^T of the product's input x. The kernels for packed linears m
 where that is faster (`makes_u`); otherwise the norm's launch makes it, or one of its own ahead of o and down.
 For BF16 weights it is stored behind the rows of x: [x | u] @ [W | B]^T is one cuBLAS call (fused_linear.py).
 
-A layer is the step of its mixer and the step of its MLP (decode_layer.py), chosen by its kind in MIXERS and
+A layer is the step of its mixer and the step of its MLP (layer.py), chosen by its kind in MIXERS and
 MLPS. The step reads the modules' own weights, norms and noise and keeps no copy of them. `publish` refreshes
 the stacked working copies of the adapters (A of q|k|v, of gate|up; B in the order of the packed rows) in
 place.
