@@ -28,7 +28,7 @@ from qerl.config import EngineConfig
 from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.cache.budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.cache.kv_cache import FP8, KVCache
-from qerl.engine.cache.size import CacheSize, PageCounts, rounded_up_gb
+from qerl.engine.cache.size import CacheSize, rounded_up_gb
 from qerl.engine.cache.state_cache import StateCache, slot_bytes
 from qerl.engine.decode.runner import DecodeRunner
 from qerl.engine.decode.runner_cache import RunnerCache
@@ -37,7 +37,7 @@ from qerl.engine.prefill.prefill import Prefill
 from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
-from qerl.engine.schedule.cache_space import CacheSpace
+from qerl.engine.schedule.cache_space import CacheSpace, Space
 from qerl.engine.schedule.carried_cache import HostPieces
 from qerl.engine.schedule.live_sample import LiveGroup
 from qerl.engine.schedule.page_pool import num_pages
@@ -146,7 +146,7 @@ class Engine(SamplingEngine):
         call = Call(prompts_P=prompts_P, detokenizer=detokenizer, seed=seed, step=step)
         with self._present_cache(groups, prompts_P) as cache:
             # a batch leaves a slot for a sample: its prompts keep theirs until they are branched
-            share = -(-cache.num_pages // (cache.num_state_slots - 1)) if cache.num_state_slots else 0
+            share = -(-cache.num_pages // (cache.space.slots - 1)) if cache.space.slots else 0
             for batch in batches(
                 groups, lambda g: max(self._branching_pages(g, cache), share), cache.num_pages
             ):
@@ -199,10 +199,8 @@ class Engine(SamplingEngine):
     ) -> Generation:
         has_only_pages = cache.states is None and cache.windowed is None
         space = CacheSpace(
-            cache.num_pages,
+            cache.space,
             self._config.block_size,
-            num_slots=cache.num_state_slots,
-            num_window_pages=cache.num_window_pages,
             window=self._size.window,
             max_kept_pages=int(kept_fraction * cache.num_pages) if has_only_pages else 0,
         )
@@ -224,9 +222,9 @@ class Engine(SamplingEngine):
         """Return the pages of a group that is branched: as many as it needs, or the share of the pages that
         corresponds to its share of those of layers with a window."""
         needed = self._size.group_pages(group)
-        if not cache.num_window_pages:
+        if not cache.space.windowed:
             return needed.pages
-        return max(needed.pages, -(-needed.windowed * cache.num_pages // cache.num_window_pages))
+        return max(needed.pages, -(-needed.windowed * cache.num_pages // cache.space.windowed))
 
     def _max_pages(self, groups: list[LiveGroup]) -> int:
         """Return the most pages of a prompt and one of its samples."""
@@ -242,13 +240,13 @@ class Engine(SamplingEngine):
         least, useful = size.needed_pages(groups, prompts, left_bytes)
         # A cache for the longest call that is expected: a larger one later would drop the recorded graphs.
         share = max(self._runners.expected_pages / self._max_pages(groups), 1.0)
-        chosen = size.choose(left_bytes, least, useful.times(share))
-        enough = useful if chosen.covers(useful) else chosen.at_least(_WORTH_KEEPING, least)
+        chosen = size.choose(left_bytes, least, useful * share)
+        enough = useful if useful <= chosen else least.at_least(chosen * _WORTH_KEEPING)
+        slots = Space(slots=num_slots)
         if self._cache is not None:
-            present = PageCounts(self._cache.num_pages, self._cache.num_window_pages)
-            is_large = enough.pages <= present.pages and enough.windowed <= present.windowed
-            is_large &= num_slots <= self._cache.num_state_slots
-            if not is_large or size.bytes_of(present, self._cache.num_state_slots) > max_cache_bytes(*budget):
+            present = self._cache.space
+            is_large = enough + slots <= present
+            if not is_large or size.bytes_of(present) > max_cache_bytes(*budget):
                 self._drop_cache()  # freed before another is made
         with contextlib.ExitStack() as stack:
             if self._cache is not None:
@@ -257,25 +255,25 @@ class Engine(SamplingEngine):
                 except torch.OutOfMemoryError:  # kv_cache_gb is too large, or another process uses the GPU
                     self._drop_cache()
             if self._cache is None:
-                self._cache = self._new_cache(chosen, num_slots, stack)
+                self._cache = self._new_cache(chosen + slots, stack)
             try:
                 yield self._cache
             except BaseException:
                 self._drop_cache()  # it may contain NaNs
                 raise
 
-    def _new_cache(self, counts: PageCounts, num_slots: int, stack: contextlib.ExitStack) -> KVCache:
+    def _new_cache(self, space: Space, stack: contextlib.ExitStack) -> KVCache:
         """Make a cache that is present until the stack is closed."""
         decoder, states = self._decoder, None
         try:
-            if num_slots:
-                states = StateCache(decoder.architecture, num_slots, decoder.compute, decoder.device)
+            if space.slots:
+                states = StateCache(decoder.architecture, space.slots, decoder.compute, decoder.device)
             place = self._config.block_size, self._kv_dtype, decoder.device
-            num_windowed = None if self._size.window is None else counts.windowed
-            cache = KVCache(decoder.architecture, counts.pages, *place, states, num_windowed, self._host)
+            num_windowed = None if self._size.window is None else space.windowed
+            cache = KVCache(decoder.architecture, space.pages, *place, states, num_windowed, self._host)
             stack.enter_context(cache.present())
         except torch.OutOfMemoryError:
-            num_bytes = self._size.bytes_of(counts, num_slots)
+            num_bytes = self._size.bytes_of(space)
             raise UserError(
                 f"the KV cache needs {rounded_up_gb(num_bytes)} GB, and the device has"
                 f" {free_bytes(decoder.device) / 1e9:.2f} GB free: lower engine.kv_cache_gb or"

@@ -24,6 +24,7 @@ from qerl.engine.decode.runner import FIRST_TOKEN_ROWS, Burst
 from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.engine.sampling.sampler import Sampler
+from qerl.engine.schedule.cache_space import HasPages
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.schedule.scheduler import Scheduler
@@ -54,12 +55,8 @@ class SampleCaches(Protocol):
         """Recurrent states in slots of the scheduler; None if there are none."""
         ...
 
-    def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
-        """For each (num_positions, source pages, target pages), copy the page that is filled partly."""
-        ...
-
-    def copy_partial_window(self, copies: list[tuple[int, dict[int, int], dict[int, int]]]) -> None:
-        """Likewise, of the pages of layers with a window, where they have pages of their own."""
+    def copy_partial_pages(self, copies: list[tuple[int, HasPages, HasPages]]) -> None:
+        """For each (num_positions, source, target), copy the pages that are filled partly."""
         ...
 
     def read_routes(self, pages: list[int], num_positions: int) -> bytes | None:
@@ -327,10 +324,7 @@ class Generation:
         recompute what preempted ones cached."""
         scheduled = self._restore(scheduled)
         new = [s for s in scheduled if not s.num_cached]
-        self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group.pages, s.pages) for s in new])
-        self._cache.copy_partial_window(
-            [(s.group.prompt_tokens, s.group.window_pages, s.window_pages) for s in new]
-        )
+        self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group, s) for s in new])
         if (states := self._cache.states) is not None:
             states.copy([(s.group.state, s.state) for s in new])
             self._go_to_pivots([s for s in new if s.group.num_parent_tokens], states)

@@ -28,7 +28,7 @@ from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling.sampler import Sampler, TorchSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
-from qerl.engine.schedule.cache_space import CacheSpace
+from qerl.engine.schedule.cache_space import CacheSpace, HasPages, Space
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.schedule.page_pool import PagePool, min_group_pages, num_pages
@@ -78,7 +78,7 @@ class TransformersEngine(SamplingEngine):
             max_admitted_tokens: int | None = None,
             kept_fraction: float = 0.0,
         ) -> Generation:
-            space = CacheSpace(pages, page_tokens)  # pages hold nothing that could be kept
+            space = CacheSpace(Space(pages), page_tokens)  # pages hold nothing that could be kept
             caches = PromptCaches(space.pages)
             prefill = TransformersPrefill(self._transformer, caches, self._max_num_batched_tokens)
             return Generation(
@@ -173,10 +173,7 @@ class PromptCaches:
         self._pool = pool
         self._of: dict[int, tuple[Lockstep, int]] = {}
 
-    def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
-        """Do nothing: pages hold nothing."""
-
-    def copy_partial_window(self, copies: list[tuple[int, dict[int, int], dict[int, int]]]) -> None:
+    def copy_partial_pages(self, copies: list[tuple[int, HasPages, HasPages]]) -> None:
         """Do nothing: pages hold nothing."""
 
     def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from qerl.engine.schedule.cache_space import CacheSpace
+from qerl.engine.schedule.cache_space import CacheSpace, Space
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.schedule.page_pool import min_group_pages, num_pages
 from qerl.engine.schedule.scheduler import Scheduler
@@ -19,9 +19,20 @@ def live_group(index, prompt_tokens, max_tokens, num_samples):
 class FakeRunner:
     """Draws no tokens, only counts them: a sample is done after as many as `lengths` says."""
 
-    def __init__(self, groups, *, total_pages, max_num_seqs, lengths=None, num_states=None, **of_space):
+    def __init__(
+        self,
+        groups,
+        *,
+        total_pages,
+        max_num_seqs,
+        lengths=None,
+        num_states=None,
+        num_window_pages=0,
+        **of_space,
+    ):
         self.groups, self.lengths = groups, lengths or {}
-        space = CacheSpace(total_pages, PAGE_TOKENS, num_slots=num_states or 0, **of_space)
+        total = Space(total_pages, num_window_pages, num_states or 0)
+        space = CacheSpace(total, PAGE_TOKENS, **of_space)
         self.pages, self.states = space.pages, None if num_states is None else space.slots
         self.scheduler = Scheduler(groups, space, max_num_seqs=max_num_seqs)
         self.scheduled, self.admissions = [], []

@@ -14,7 +14,7 @@ from qerl.config import EngineConfig
 from qerl.config.recipes import demo
 from qerl.engine.cache import size as cache_size
 from qerl.engine.cache.layer_pages import page_bytes
-from qerl.engine.schedule.cache_space import CacheSpace
+from qerl.engine.schedule.cache_space import CacheSpace, Space
 from qerl.engine.schedule.page_pool import min_group_pages
 from qerl.engine.schedule.scheduler import Scheduler
 from qerl.engine.schedule.window_pages import Window, WindowPages, windowed_layers
@@ -325,7 +325,7 @@ def test_branches_hold_their_parents_windows_and_leave_nothing(seed):
     rng, kept = random.Random(seed), {}
     window = Window(rng.choice((1, 3, 6, 20)), PAGE_TOKENS)
     groups = [live_group(i, rng.randint(1, 20), 30, 3) for i in range(3)]
-    space = CacheSpace(1000, PAGE_TOKENS, num_window_pages=1000, window=window)
+    space = CacheSpace(Space(1000, 1000), PAGE_TOKENS, window=window)
     scheduler, windows = Scheduler(groups, space, max_num_seqs=20), space.windows
     for group in groups:
         group.keeps_pages = True

@@ -15,12 +15,21 @@ A sample that has lost its pages and its slot starts from its prompt's again.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
+from typing import Protocol
 
 from qerl.engine.schedule.kept_pages import KeptPages
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.schedule.page_pool import PagePool, num_pages, own_pages
 from qerl.engine.schedule.window_pages import Window, WindowPages
+
+
+class HasPages(Protocol):
+    @property
+    def pages(self) -> list[int]: ...
+    @property
+    def window_pages(self) -> dict[int, int]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,41 +43,44 @@ class Space:
     def __add__(self, other: "Space") -> "Space":
         return Space(self.pages + other.pages, self.windowed + other.windowed, self.slots + other.slots)
 
-    def __mul__(self, num: int) -> "Space":
-        return Space(num * self.pages, num * self.windowed, num * self.slots)
+    def __mul__(self, factor: float) -> "Space":
+        """Return the product, rounded up."""
+        return Space(*(math.ceil(factor * n) for n in (self.pages, self.windowed, self.slots)))
+
+    def __bool__(self) -> bool:
+        return self.pages > 0 or self.windowed > 0 or self.slots > 0
 
     def __le__(self, other: "Space") -> bool:
         """True if it is at most the other of every kind."""
         fits = self.pages <= other.pages and self.windowed <= other.windowed
         return fits and self.slots <= other.slots
 
+    def at_least(self, other: "Space") -> "Space":
+        """Return the larger amount of each kind."""
+        return Space(
+            max(self.pages, other.pages), max(self.windowed, other.windowed), max(self.slots, other.slots)
+        )
+
 
 class CacheSpace:
     def __init__(
-        self,
-        num_pages: int,
-        page_tokens: int,
-        *,
-        num_slots: int = 0,
-        num_window_pages: int = 0,
-        window: Window | None = None,
-        max_kept_pages: int = 0,
+        self, total: Space, page_tokens: int, *, window: Window | None = None, max_kept_pages: int = 0
     ):
-        """num_slots: 0 if no layer has recurrent states. window: if layers with a window have pages of their
-        own. max_kept_pages: pages kept between the requests of an episode."""
-        self.page_tokens = page_tokens
-        self.pages, self.slots = PagePool(num_pages), PagePool(num_slots)
-        self.windows = WindowPages(num_window_pages, window)
+        """window: if layers with a window have pages of their own. max_kept_pages: kept between the requests
+        of an episode."""
+        self.total, self.page_tokens = total, page_tokens
+        self.pages, self.slots = PagePool(total.pages), PagePool(total.slots)
+        self.windows = WindowPages(total.windowed, window)
         self.kept = KeptPages(self.pages, max_kept_pages, page_tokens)
-        self.total = self.free
-        self._slots_each, self._windowed_each = min(num_slots, 1), 0 if window is None else 1
+        self._windowed_each, self._slots_each = int(window is not None), min(total.slots, 1)
 
     @property
     def free(self) -> Space:
         return Space(self.pages.num_free, self.windows.pool.num_free, self.slots.num_free)
 
     def has_free(self, needed: Space) -> bool:
-        return needed <= self.free
+        has_pages = needed.pages <= self.pages.num_free and needed.windowed <= self.windows.pool.num_free
+        return has_pages and needed.slots <= self.slots.num_free
 
     def can_finish(self, groups: list[LiveGroup]) -> bool:
         """True if next to the prompts of these groups there is space for any one sample of maximum length."""
@@ -144,7 +156,8 @@ class CacheSpace:
             sample.pages = self.pages.share(group.pages[:num_full])
             sample.window_pages = self.windows.share(group.window_pages, sample.first_query, num_full)
         sample.pages += self.pages.allocate(num)
-        sample.window_pages |= self.windows.allocate(places)
+        if places:
+            sample.window_pages |= self.windows.allocate(places)
         if not sample.state:
             sample.state = self.slots.allocate(self._slots_each)
 

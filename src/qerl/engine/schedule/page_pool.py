@@ -1,4 +1,4 @@
-"""How many pages of a KV cache tokens need, and reference counts: a page is free or has one or more owners.
+"""Number of pages that positions need, and reference counts: a page is free or has one or more owners.
 
     allocate   give a free page its first owner          share   add an owner
     release    remove an owner; without any the page is free

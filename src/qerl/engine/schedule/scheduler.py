@@ -109,7 +109,7 @@ class Scheduler:
             if not sample.is_running:
                 break  # it is preempted, as are those after it
             missing = self.space.missing([sample], num_steps)
-            if missing == Space():
+            if not missing:
                 continue
             while sample.is_running and not self._reclaim(missing):
                 self._preempt(self.running[-1])

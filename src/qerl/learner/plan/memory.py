@@ -33,8 +33,9 @@ import torch
 from qerl.config import RunConfig
 from qerl.engine.cache.budget import free_bytes
 from qerl.engine.cache.kv_cache import FP8
-from qerl.engine.cache.size import CacheSize, PageCounts
+from qerl.engine.cache.size import CacheSize
 from qerl.engine.cache.state_cache import slot_bytes
+from qerl.engine.schedule.cache_space import Space
 from qerl.engine.schedule.page_pool import num_pages, own_pages
 from qerl.formats import FORMATS
 from qerl.kernels.head.head_operand import slice_columns
@@ -136,7 +137,7 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
     if size.window is not None:
         windowed = prompts * size.window.prompt_pages(prompt_tokens) + kept * own
         windowed += running * size.window.running_pages(own)
-    wanted = size.bytes_of(PageCounts(pages + 1, windowed + 1), slots)
+    wanted = size.bytes_of(Space(pages + 1, windowed + 1, slots))
     return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
 
 
