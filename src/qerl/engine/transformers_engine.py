@@ -138,9 +138,9 @@ class Lockstep:
 
     def extend(self, tokens_BT: Tensor) -> Tensor:
         """Append tokens to each row; return the logits after the last one, fp32 [B, V]."""
-        given = tokens_BT if self._cache is not None else torch.cat((self.tokens_BT, tokens_BT), 1)
-        logits_BTV, cache = forward(self._model, given, self._cache, num_logits=1)
-        self.tokens_BT, self._cache = torch.cat((self.tokens_BT, tokens_BT), 1), cache
+        self.tokens_BT = torch.cat((self.tokens_BT, tokens_BT), 1)
+        uncached_BT = self.tokens_BT if self._cache is None else tokens_BT
+        logits_BTV, self._cache = forward(self._model, uncached_BT, self._cache, num_logits=1)
         return logits_BTV[:, -1].float()
 
 
@@ -154,13 +154,13 @@ def forward(
     model: TransformersModel, tokens_BT: Tensor, cache: Any, *, num_logits: int
 ) -> tuple[Tensor, Any]:
     """Return (logits of at least the last num_logits positions, the cache after the tokens)."""
-    taken = inspect.signature(model.model.forward).parameters
-    kept = {"logits_to_keep": num_logits} if "logits_to_keep" in taken else {}
-    name = "cache" if "cache" in taken else "past_key_values"  # its name before transformers 5.24
-    found = model.model(tokens_BT, **{name: cache}, use_cache=True, **kept)
-    after = getattr(found, name, None)
+    parameters = inspect.signature(model.model.forward).parameters
+    options = {"logits_to_keep": num_logits} if "logits_to_keep" in parameters else {}
+    name = "cache" if "cache" in parameters else "past_key_values"  # its name before transformers 5.24
+    output = model.model(tokens_BT, **{name: cache}, use_cache=True, **options)
+    after = getattr(output, name, None)
     is_known = type(after).__module__ == "transformers.cache_utils" and hasattr(after, "reorder_cache")
-    return found.logits, after if is_known else None
+    return output.logits, after if is_known else None
 
 
 class PromptCaches:
@@ -187,7 +187,7 @@ class PromptCaches:
 
     def put(self, page: int, lockstep: Lockstep, row: int) -> None:
         """Keep a prompt's cache, and drop those whose groups are done."""
-        self._of = {at: found for at, found in self._of.items() if not self._pool.is_free(at)}
+        self._of = {at: entry for at, entry in self._of.items() if not self._pool.is_free(at)}
         self._of[page] = lockstep, row
 
     def get(self, page: int) -> tuple[Lockstep, int]:
