@@ -50,6 +50,8 @@ class Call:
 
 
 class SampleCaches(Protocol):
+    """A KVCache, or the PromptCaches of transformers' model."""
+
     @property
     def states(self) -> StateCache | None:
         """Recurrent states in slots of the scheduler; None if there are none."""
@@ -73,6 +75,8 @@ class SampleCaches(Protocol):
 
 
 class PromptForward(Protocol):
+    """A Prefill, a TeacherForcing, or a TransformersPrefill."""
+
     num_tokens: int
     """Rows of all forwards."""
     num_forwards: int
@@ -83,7 +87,7 @@ class PromptForward(Protocol):
 
 
 class StepRunner(Protocol):
-    """See decode/runner.py."""
+    """A DecodeRunner, or a TransformersRunner."""
 
     num_steps: int
     record_s: float
