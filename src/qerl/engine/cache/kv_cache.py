@@ -92,14 +92,6 @@ class KVCache:
             yield
 
     @property
-    def k(self) -> Tensor:
-        return self.pages.k
-
-    @property
-    def v(self) -> Tensor:
-        return self.pages.v
-
-    @property
     def num_pages(self) -> int:
         return self.pages.num_pages
 
@@ -168,8 +160,8 @@ class KVCache:
             places, windowed = list(span.windowed), list(span.windowed.values())
             selected = self._selected(span.own_pages(self.page_tokens), windowed, span.slot)
             carried.append(CarriedCache.of(self._host, selected, places))
-        if self.k.is_cuda:
-            torch.cuda.current_stream(self.k.device).synchronize()
+        if self.pages.k.is_cuda:
+            torch.cuda.current_stream(self.pages.k.device).synchronize()
         return carried
 
     def restore(self, carried: CarriedCache, span: CachedSpan) -> None:
@@ -177,7 +169,7 @@ class KVCache:
         rows = [row for row, place in enumerate(carried.places) if place in span.windowed]
         windowed = [span.windowed[carried.places[row]] for row in rows]
         selected = self._selected(span.own_pages(self.page_tokens), windowed, span.slot)
-        for (x, indices), copy in zip(selected, carried.contents(self.k.device), strict=True):
+        for (x, indices), copy in zip(selected, carried.contents(self.pages.k.device), strict=True):
             if copy.shape[1] > len(indices):  # it held more pages of a window
                 copy = copy.index_select(1, self._indices(rows))
             x.view(torch.uint8).index_copy_(1, indices, copy)
@@ -197,7 +189,7 @@ class KVCache:
         return found
 
     def _indices(self, places: list[int]) -> Tensor:
-        return sent(torch.tensor(places, dtype=torch.long), self.k.device)
+        return sent(torch.tensor(places, dtype=torch.long), self.pages.k.device)
 
     def copy_partial_pages(self, copies: list[tuple[int, HasPages, HasPages]]) -> None:
         """For each (num_positions, source, target), copy the pages that num_positions fill partly, if there
