@@ -7,7 +7,7 @@ from engine.parts import EOS, STOPS, branched, drawn, engine_of, packed_logprobs
 from models.tiny import tiny
 from qerl.cost.cache import page_bytes
 from qerl.engine import engine as engine_module
-from qerl.engine.schedule.page_pool import PagePool
+from qerl.engine.schedule.cache_space import CacheSpace
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix
 from qerl.types import Pivot, Sampling
@@ -26,12 +26,12 @@ def counted(monkeypatch):
     """The pages of every scheduler that the engine makes."""
     made = []
 
-    class Counted(PagePool):
-        def __init__(self, num_pages):
-            super().__init__(num_pages)
-            made.append(self)
+    class Counted(CacheSpace):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            made.append(self.pages)
 
-    monkeypatch.setattr(engine_module, "PagePool", Counted)
+    monkeypatch.setattr(engine_module, "CacheSpace", Counted)
     return made
 
 

@@ -9,7 +9,7 @@ from engine.parts import EOS, engine_of, packed_logprobs, prompts_of, request_of
 from engine.schedule.test_scheduler import PAGE_TOKENS, FakeRunner, live_group
 from engine.test_engine import assert_same, kv_gb_for
 from models.tiny import tiny
-from qerl.engine.schedule.scheduler import min_group_pages, num_pages
+from qerl.engine.schedule.page_pool import min_group_pages, num_pages
 from qerl.types import Sampling
 
 LENGTHS = (9, 31, 1, 16, 17)

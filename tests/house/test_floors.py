@@ -33,7 +33,7 @@ ROOMS = {  # inside a package a folder imports from itself and from folders furt
     "models": "families < checkpoint < transformers_backend < peft < quantize",
     "training": "engines < rollouts",
 }
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 60_560
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 500, 60, 60_560
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")
 

@@ -20,7 +20,8 @@ from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.cost.cache import page_bytes
 from qerl.engine.decode.runner_cache import RunnerCache
 from qerl.engine.decode.teacher_forcing import TeacherForcing
-from qerl.engine.prefill.prefill import Prefill, PrefillChunk
+from qerl.engine.prefill.chunk import PrefillChunk
+from qerl.engine.prefill.prefill import Prefill
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.learner import Learner

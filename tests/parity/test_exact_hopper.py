@@ -14,7 +14,8 @@ from qerl.config import SampleConfig
 from qerl.engine.decode.kernel_forward import KernelForward
 from qerl.engine.decode.linears import PackedLinears
 from qerl.engine.decode.runner_cache import RunnerCache
-from qerl.engine.prefill.prefill import Prefill, PrefillChunk
+from qerl.engine.prefill.chunk import PrefillChunk
+from qerl.engine.prefill.prefill import Prefill
 from qerl.learner import Learner
 from qerl.models.random_weights import SHAPES
 from qerl.types import Sampling

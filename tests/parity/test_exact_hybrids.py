@@ -17,7 +17,8 @@ from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, SampleConfig
 from qerl.engine.decode import forward as decode_forward
 from qerl.engine.decode.runner_cache import RunnerCache, exact_mode_obstacle
-from qerl.engine.prefill.prefill import Prefill, PrefillChunk
+from qerl.engine.prefill.chunk import PrefillChunk
+from qerl.engine.prefill.prefill import Prefill
 from qerl.learner import Learner
 from qerl.models.peft.adapter import adapter_tensors, add_adapter, publish
 
@@ -92,7 +93,7 @@ def test_scores_with_two_slots_are_those_with_many(policy):
     decoder = policy()
     groups = groups_of(engine_of(decoder, exact=True, max_num_seqs=16), LENGTHS)
     few = engine_of(decoder, exact=True, max_num_seqs=16, kv_cache_gb=gb_for(decoder, 5, 2, 16))
-    assert gap(few, groups) == 0 and few._cache.num_state_slots == 2
+    assert gap(few, groups) == 0 and few._cache.space.slots == 2
 
 
 def test_branches_of_a_hybrid_are_scored_to_the_bit(policy):

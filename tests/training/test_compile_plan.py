@@ -12,7 +12,7 @@ from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.planned_kernels import planned_kernels
 from qerl.engine.decode.runner import BUCKETS, DecodeRunner
 from qerl.engine.decode.runner_cache import RunnerCache
-from qerl.engine.schedule.scheduler import num_pages
+from qerl.engine.schedule.page_pool import num_pages
 from qerl.formats import BF16
 from qerl.kernels.runtime.architectures import ARCHITECTURES
 from qerl.kernels.runtime.compile_tally import CompileReport

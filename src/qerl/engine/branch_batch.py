@@ -4,7 +4,7 @@
     branch   more samples from pivots in them; the tokens before a pivot are not computed again
 
 A branch shares the full pages before its pivot and copies the page that the pivot lies in, as a sample does
-with its prompt's (scheduler.py). Prompts whose samples need more pages than there are come in several
+with its prompt's (cache_space.py). Prompts whose samples need more pages than there are come in several
 batches, one after the other; the samples do not depend on the split (tests/engine/test_branch_batch.py).
 """
 

@@ -1,20 +1,15 @@
 """Sampling engine: continuous batching over a paged KV cache, on the learner's own decoder.
 
-    sampling_engine.py  public methods of all engines generation.py      one call: schedule, decode, read
-    engine.py           KV cache, branches, scores    transformers_engine.py  transformers' code and caches
-    scheduler.py        run, wait, park, preempt      page_pool.py       reference counts of pages
-    kv_cache.py         memory of the pages           kv_budget.py       how much memory they may take
-    prefill.py          prompts -> hidden states      teacher_forcing.py prefill by the decode forward
-    decode_runner.py    bursts of steps, CUDA graphs  runner_cache.py    runners kept between calls
-    decode_forward.py   one step's forward            decode_kernels.py   the same with our kernels
-    linears.py          linears of a decode step      branch_batch.py    samples, then branches of them
-    sampler.py          hidden states -> tokens       token_sampling.py  logits -> token and logprob
-    detokenizer.py      tokens -> text, stop strings  row_sampler.py     rows with their own parameters
-    live_batch.py       requests join and leave       live_sample.py     prompts and samples of a call
-    state_cache.py      recurrent states              cache_size.py      pages and slots that a call needs
-    cache_memory.py     tensors of a cache            carried_cache.py   contents for the next call
-    constraint.py       what a grammar allows         prompt_logprobs.py logprobs of a prompt's tokens
-    score.py            exact logprobs of samples     stats.py           counts and times of a call
+    engine.py           KV cache, branches, scores     sampling_engine.py      public methods of all engines
+    generation.py       one call: schedule, decode     transformers_engine.py  transformers' code and caches
+    live_batch.py       requests join and leave        branch_batch.py         samples, then branches of them
+    score.py            exact logprobs of samples      stats.py                counts and times of a call
+
+    schedule/           who runs, waits and is preempted (scheduler.py) in which space (cache_space.py)
+    cache/              memory of pages and states; how much a call needs, and may take
+    sampling/           hidden states -> tokens, logprobs, text
+    prefill/            prompts -> hidden states, in chunks
+    decode/             bursts of steps, their forward, kernels and CUDA graphs
 
 The engine owns no weights. The noise is whatever the decoder's norms contain during a call.
 """
@@ -33,7 +28,7 @@ from qerl.cost.cache import FP8, slot_bytes
 from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.cache.budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.cache.kv_cache import KVCache
-from qerl.engine.cache.size import CacheSize, PageCounts, rounded_up_gb
+from qerl.engine.cache.size import CacheSize, rounded_up_gb
 from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.decode.runner import DecodeRunner
 from qerl.engine.decode.runner_cache import RunnerCache
@@ -41,12 +36,11 @@ from qerl.engine.generation import Generation, StoppingCriteria
 from qerl.engine.prefill.prefill import Prefill
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
+from qerl.engine.schedule.cache_space import CacheSpace, Space
 from qerl.engine.schedule.carried_cache import HostPieces
-from qerl.engine.schedule.kept_pages import KeptPages
 from qerl.engine.schedule.live_sample import LiveGroup
-from qerl.engine.schedule.page_pool import PagePool
-from qerl.engine.schedule.scheduler import Scheduler, num_pages
-from qerl.engine.schedule.window_pages import WindowPages
+from qerl.engine.schedule.page_pool import num_pages
+from qerl.engine.schedule.scheduler import Scheduler
 from qerl.engine.score import score
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
@@ -145,7 +139,7 @@ class Engine(SamplingEngine):
             group.keeps_pages = True
         with self._present_cache(groups) as cache:
             # a batch leaves a slot for a sample: its prompts keep theirs until they are branched
-            share = -(-cache.num_pages // (cache.num_state_slots - 1)) if cache.num_state_slots else 0
+            share = -(-cache.num_pages // (cache.space.slots - 1)) if cache.space.slots else 0
             for batch in batches(
                 groups, lambda g: max(self._branching_pages(g, cache), share), cache.num_pages
             ):
@@ -190,23 +184,19 @@ class Engine(SamplingEngine):
         max_admitted_tokens: int | None = None,
         kept_fraction: float = 0.0,
     ) -> Generation:
-        config, pages, kept = self._config, PagePool(cache.num_pages), None
-        if kept_fraction and cache.states is None and cache.windowed is None:  # pages alone hold a sequence
-            kept = KeptPages(pages, int(kept_fraction * cache.num_pages), config.block_size)
+        has_only_pages = cache.states is None and cache.windowed is None
+        space = CacheSpace(
+            cache.space,
+            self._config.block_size,
+            window=self._size.window,
+            max_kept_pages=int(kept_fraction * cache.num_pages) if has_only_pages else 0,
+        )
+        rows = self._runners.max_rows
         generation = Generation(
             cache,
-            Scheduler(
-                groups,
-                pages,
-                page_tokens=config.block_size,
-                max_num_seqs=self._runners.max_rows,
-                max_admitted_tokens=max_admitted_tokens,
-                states=PagePool(cache.num_state_slots) if cache.states is not None else None,
-                windows=WindowPages(cache.num_window_pages, self._size.window),
-                kept=kept,
-            ),
+            Scheduler(groups, space, max_num_seqs=rows, max_admitted_tokens=max_admitted_tokens),
             self._runners.teacher_forcing()
-            if config.exact
+            if self._config.exact
             else Prefill(self._decoder, cache, self._max_num_batched_tokens),
             runner,
             stopping,
@@ -218,9 +208,9 @@ class Engine(SamplingEngine):
         """Return the pages of a group that is branched: as many as it needs, or the share of the pages that
         corresponds to its share of those of layers with a window."""
         needed = self._size.group_pages(group)
-        if not cache.num_window_pages:
+        if not cache.space.windowed:
             return needed.pages
-        return max(needed.pages, -(-needed.windowed * cache.num_pages // cache.num_window_pages))
+        return max(needed.pages, -(-needed.windowed * cache.num_pages // cache.space.windowed))
 
     def _max_pages(self, groups: list[LiveGroup]) -> int:
         """Return the most pages of a prompt and one of its samples."""
@@ -236,13 +226,13 @@ class Engine(SamplingEngine):
         least, useful = size.needed_pages(groups, prompts, left_bytes)
         # A cache for the longest call that is expected: a larger one later would drop the recorded graphs.
         share = max(self._runners.expected_pages / self._max_pages(groups), 1.0)
-        chosen = size.choose(left_bytes, least, useful.times(share))
-        enough = useful if chosen.covers(useful) else chosen.at_least(_WORTH_KEEPING, least)
+        chosen = size.choose(left_bytes, least, useful * share)
+        enough = useful if useful <= chosen else least.at_least(chosen * _WORTH_KEEPING)
+        slots = Space(slots=num_slots)
         if self._cache is not None:
-            present = PageCounts(self._cache.num_pages, self._cache.num_window_pages)
-            is_large = enough.pages <= present.pages and enough.windowed <= present.windowed
-            is_large &= num_slots <= self._cache.num_state_slots
-            if not is_large or size.bytes_of(present, self._cache.num_state_slots) > max_cache_bytes(*budget):
+            present = self._cache.space
+            is_large = enough + slots <= present
+            if not is_large or size.bytes_of(present) > max_cache_bytes(*budget):
                 self._drop_cache()  # freed before another is made
         with contextlib.ExitStack() as stack:
             if self._cache is not None:
@@ -251,25 +241,25 @@ class Engine(SamplingEngine):
                 except torch.OutOfMemoryError:  # kv_cache_gb is too large, or another process uses the GPU
                     self._drop_cache()
             if self._cache is None:
-                self._cache = self._new_cache(chosen, num_slots, stack)
+                self._cache = self._new_cache(chosen + slots, stack)
             try:
                 yield self._cache
             except BaseException:
                 self._drop_cache()  # it may contain NaNs
                 raise
 
-    def _new_cache(self, counts: PageCounts, num_slots: int, stack: contextlib.ExitStack) -> KVCache:
+    def _new_cache(self, space: Space, stack: contextlib.ExitStack) -> KVCache:
         """Make a cache that is present until the stack is closed."""
         decoder, states = self._decoder, None
         try:
-            if num_slots:
-                states = StateCache(decoder.architecture, num_slots, decoder.compute, decoder.device)
+            if space.slots:
+                states = StateCache(decoder.architecture, space.slots, decoder.compute, decoder.device)
             place = self._config.block_size, self._kv_dtype, decoder.device
-            num_windowed = None if self._size.window is None else counts.windowed
-            cache = KVCache(decoder.architecture, counts.pages, *place, states, num_windowed, self._host)
+            num_windowed = None if self._size.window is None else space.windowed
+            cache = KVCache(decoder.architecture, space.pages, *place, states, num_windowed, self._host)
             stack.enter_context(cache.present())
         except torch.OutOfMemoryError:
-            num_bytes = self._size.bytes_of(counts, num_slots)
+            num_bytes = self._size.bytes_of(space)
             raise UserError(
                 f"the KV cache needs {rounded_up_gb(num_bytes)} GB, and the device has"
                 f" {free_bytes(decoder.device) / 1e9:.2f} GB free: lower engine.kv_cache_gb or"

@@ -2,7 +2,7 @@
 
     reschedule     preempt, schedule and admit samples, and prefill what they need (prefill.py)
     answer turns   ask the conversation how the parked samples continue, once no other sample can run
-    decode         a burst of decode steps for the running samples (decode_runner.py); read the previous one
+    decode         a burst of decode steps for the running samples (decode/runner.py); read the previous one
 
 A token's randomness is a function of (seed, step, prompt.index, sample_index, token index in the sample), and
 for a branch of (seed, step, prompt.index, the sample's index, branch index, token index in the branch). The
@@ -14,16 +14,18 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.decode.runner import FIRST_TOKEN_ROWS, Burst
-from qerl.engine.generation_parts import PromptForward, SampleCaches, StepRunner
-from qerl.engine.prefill.prefill import PrefillChunk
+from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.sampling.detokenizer import Detokenizer
+from qerl.engine.sampling.sampler import Sampler
+from qerl.engine.schedule.cache_space import HasPages
+from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.schedule.scheduler import Scheduler
 from qerl.engine.stats import Stats
@@ -48,6 +50,68 @@ class StoppingCriteria:
         """Return the text before the stop token or string."""
         end = -1 if tokens_T[-1] in self.stop_token_ids else None
         return self.detokenizer.decode(tokens_T[:end])
+
+
+class SampleCaches(Protocol):
+    """A KVCache, or the PromptCaches of transformers' model."""
+
+    @property
+    def states(self) -> StateCache | None:
+        """Recurrent states in slots of the scheduler; None if there are none."""
+        ...
+
+    def copy_partial_pages(self, copies: list[tuple[int, HasPages, HasPages]]) -> None:
+        """For each (num_positions, source, target), copy the pages that are filled partly."""
+        ...
+
+    def read_routes(self, pages: list[int], num_positions: int) -> bytes | None:
+        """Return the experts of the first positions in these pages, as in Sample; None: not recorded."""
+        ...
+
+    def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
+        """Return copies of what these spans hold in host memory; None: they are computed again."""
+        ...
+
+    def restore(self, carried: CarriedCache, span: CachedSpan) -> None:
+        """Write what a span of the same positions held."""
+        ...
+
+
+class PromptForward(Protocol):
+    """A Prefill, a TeacherForcing, or a TransformersPrefill."""
+
+    num_tokens: int
+    """Rows of all forwards."""
+    num_forwards: int
+
+    def __call__(self, chunks: list[PrefillChunk]) -> Tensor:
+        """Compute the chunks; return what the sampler takes, of their last rows."""
+        ...
+
+
+class StepRunner(Protocol):
+    """A DecodeRunner, or a TransformersRunner."""
+
+    num_steps: int
+    record_s: float
+    sampler: Sampler
+
+    @property
+    def max_rows(self) -> int: ...
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def max_unread_bursts(self) -> int: ...
+    @property
+    def num_unread_steps(self) -> int: ...
+    @property
+    def num_unread_bursts(self) -> int: ...
+    def would_shrink(self, num_samples: int) -> bool: ...
+    def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]: ...
+    def set_batch(self, samples_B: list[LiveSample], keys_B: list[int]) -> None: ...
+    def update_pages(self, samples: list[LiveSample]) -> None: ...
+    def launch(self, num_steps: int) -> None: ...
+    def read(self) -> Burst: ...
 
 
 class Generation:
@@ -80,11 +144,11 @@ class Generation:
 
     @property
     def num_used_pages(self) -> int:
-        return self._scheduler.pages.num_used
+        return self._scheduler.space.pages.num_used
 
     @property
     def num_pages(self) -> int:
-        return self._scheduler.pages.num_pages
+        return self._scheduler.space.pages.num_pages
 
     @property
     def num_prefilled(self) -> int:
@@ -93,8 +157,7 @@ class Generation:
 
     def forget(self, episodes: list[object]) -> None:
         """Keep no pages for these episodes any more."""
-        if self._scheduler.kept is not None:
-            self._scheduler.kept.forget(episodes)
+        self._scheduler.space.kept.forget(episodes)
 
     def add(self, groups: list[LiveGroup]) -> None:
         """Add groups that start at the next burst, if there is room; they are younger than all before."""
@@ -270,10 +333,7 @@ class Generation:
         recompute what preempted ones cached."""
         scheduled = self._restore(scheduled)
         new = [s for s in scheduled if not s.num_cached]
-        self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group.pages, s.pages) for s in new])
-        self._cache.copy_partial_window(
-            [(s.group.prompt_tokens, s.group.window_pages, s.window_pages) for s in new]
-        )
+        self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group, s) for s in new])
         if (states := self._cache.states) is not None:
             states.copy([(s.group.state, s.state) for s in new])
             self._go_to_pivots([s for s in new if s.group.num_parent_tokens], states)
@@ -391,6 +451,6 @@ class Generation:
         return self._runner.sampler.key((*s.group.coordinates, s.sample_index), s.group.prompt_tokens)
 
     def _note_pages(self) -> None:
-        stats, windows = self.stats, self._scheduler.windows
+        stats, windows = self.stats, self._scheduler.space.windows
         stats.peak_pages = max(stats.peak_pages, self.num_used_pages)
         stats.peak_window_pages = max(stats.peak_window_pages, windows.pool.num_used)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.teacher_forcing import TeacherForcing
-from qerl.engine.prefill.prefill import PrefillChunk
+from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.sampling.sampler import Sampler
-from qerl.engine.schedule.page_pool import PagePool
-from qerl.engine.schedule.scheduler import num_pages, own_pages
+from qerl.engine.schedule.cache_space import CacheSpace, Space
+from qerl.engine.schedule.page_pool import num_pages, own_pages
 from qerl.kernels.head.token_mask import TokenMask
 from qerl.types import AllowedTokens, Group, Sample
 
@@ -54,8 +54,9 @@ def _split_batches(
     groups: list[Group], noise_rows: list[tuple[int, list[int]]], cache: KVCache
 ) -> list[_ScoreBatch]:
     """Keep the samples' order. Any one sample fits into the cache with its prompt, and so do their states."""
-    page_tokens, batches, (pool, states) = cache.page_tokens, [_ScoreBatch()], _pools(cache)
-    num_states = 0 if cache.states is None else 1  # of a prompt, of a sample
+    page_tokens, batches = cache.page_tokens, [_ScoreBatch()]
+    space = CacheSpace(cache.space, page_tokens)
+    num_slots = min(space.total.slots, 1)  # of a prompt, of a sample
     for group, (prompt_row, rows_G) in zip(groups, noise_rows, strict=True):
         P = len(group.prompt.tokens_T)
         prompt_pages: list[int] | None = None
@@ -63,25 +64,20 @@ def _split_batches(
             num_own = own_pages(P, len(sample.tokens_T), page_tokens)
             is_first = prompt_pages is None
             needed = num_own + is_first * num_pages(P, page_tokens)
-            if needed > pool.num_free or num_states * (1 + is_first) > states.num_free:
+            if not space.has_free(Space(needed, slots=num_slots * (1 + is_first))):
                 batches.append(_ScoreBatch())
-                (pool, states), prompt_pages = _pools(cache), None
+                space, prompt_pages = CacheSpace(cache.space, page_tokens), None
             batch = batches[-1]
             if prompt_pages is None:
-                prompt_pages = pool.allocate(num_pages(P, page_tokens))
-                state, prompt_T = states.allocate(num_states), group.prompt.tokens_T
+                prompt_pages = space.pages.allocate(num_pages(P, page_tokens))
+                state, prompt_T = space.slots.allocate(num_slots), group.prompt.tokens_T
                 batch.prompts.append(PrefillChunk(prompt_T, 0, prompt_pages, prompt_row, state=state))
-            pages = prompt_pages[: P // page_tokens] + pool.allocate(num_own)
-            state = states.allocate(num_states)
+            pages = prompt_pages[: P // page_tokens] + space.pages.allocate(num_own)
+            state = space.slots.allocate(num_slots)
             batch.samples.append(PrefillChunk(sample.tokens_T, P, pages, noise_row, state=state))
             batch.prompt_indices.append(len(batch.prompts) - 1)
             batch.allowed.append(_of_all_tokens(sample))
     return batches
-
-
-def _pools(cache: KVCache) -> tuple[PagePool, PagePool]:
-    """Return the pages and the slots of recurrent states, all free."""
-    return PagePool(cache.num_pages), PagePool(cache.num_state_slots)
 
 
 def _score_batch(
@@ -98,7 +94,7 @@ def _score_batch(
     longer = [(s, batch.prompts[index]) for s, index in pairs if len(s.tokens_T) > 1]
     if not longer:
         return first_S
-    cache.copy_partial_pages([(s.first_position, prompt.pages, s.pages) for s, prompt in longer])
+    cache.copy_partial_pages([(s.first_position, prompt, s) for s, prompt in longer])
     if cache.states is not None:
         cache.states.copy([(prompt.state, s.state) for s, prompt in longer])
     chunks = [dataclasses.replace(s, tokens_T=s.tokens_T[:-1]) for s, _ in longer]

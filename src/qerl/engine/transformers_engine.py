@@ -2,7 +2,7 @@
 transformers' forward passes and caches.
 
     TransformersPrefill    prompts of one length together -> logits after each
-    TransformersRunner     the running samples, one forward pass for those of each length (lockstep.py)
+    TransformersRunner     the running samples, one forward pass for those of each length (Lockstep)
 
 Pages are counted but hold nothing: there are as many as all samples need. What the generation calls hidden
 states are logits here. A token's random number is the one that our own engine draws on a CPU (TorchSampler),
@@ -12,7 +12,10 @@ bits. A prompt is computed once for all of its samples; a turn of a conversation
 """
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +24,15 @@ from transformers import PreTrainedTokenizerBase
 from qerl.config import EngineConfig
 from qerl.engine.decode.runner import Burst
 from qerl.engine.generation import Generation, StoppingCriteria
-from qerl.engine.lockstep import Lockstep, begin
-from qerl.engine.prefill.prefill import PrefillChunk
+from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling.sampler import Sampler, TorchSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
+from qerl.engine.schedule.cache_space import CacheSpace, HasPages, Space
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
-from qerl.engine.schedule.page_pool import PagePool
-from qerl.engine.schedule.scheduler import Scheduler, min_group_pages, num_pages
+from qerl.engine.schedule.page_pool import PagePool, min_group_pages, num_pages
+from qerl.engine.schedule.scheduler import Scheduler
 from qerl.models.transformers_backend.transformers_model import TransformersModel
 from qerl.types import Sampling
 
@@ -73,18 +76,12 @@ class TransformersEngine(SamplingEngine):
             max_admitted_tokens: int | None = None,
             kept_fraction: float = 0.0,
         ) -> Generation:
-            pool = PagePool(pages)  # pages hold nothing that could be kept
-            caches = PromptCaches(pool)
+            space = CacheSpace(Space(pages), page_tokens)  # pages hold nothing that could be kept
+            caches = PromptCaches(space.pages)
             prefill = TransformersPrefill(self._transformer, caches, self._max_num_batched_tokens)
             return Generation(
                 caches,
-                Scheduler(
-                    groups,
-                    pool,
-                    page_tokens=page_tokens,
-                    max_num_seqs=self.max_rows,
-                    max_admitted_tokens=max_admitted_tokens,
-                ),
+                Scheduler(groups, space, max_num_seqs=self.max_rows, max_admitted_tokens=max_admitted_tokens),
                 prefill,
                 TransformersRunner(self._transformer, self._sampler(sampling), caches),
                 stopping,
@@ -104,6 +101,65 @@ def _pages(group: LiveGroup, page_tokens: int) -> int:
     return num_pages(group.prompt_tokens, page_tokens) + len(group.samples_G) * own
 
 
+class Lockstep:
+    """Samples that grow together in one of transformers' caches: rows [B, T] of the same length.
+
+    A row needs no padding and no mask, so that every kind of layer computes it as it does a lone sequence. A
+    model that returns no cache, or one of a class of its own (MiniMax's does not reorder its states),
+    computes all tokens again at every step.
+    """
+
+    def __init__(self, model: TransformersModel, tokens_BT: Tensor, cache: Any):
+        """cache: after tokens_BT; None if the model has none."""
+        self.tokens_BT, self._model, self._cache = tokens_BT, model, cache
+
+    @property
+    def length(self) -> int:
+        return self.tokens_BT.shape[1]
+
+    def copy_of(self, rows: Sequence[int]) -> "Lockstep":
+        """Return these rows in this order, some perhaps several times, with a cache of their own."""
+        rows_B = torch.tensor(rows, device=self.tokens_BT.device)
+        cache = copy.deepcopy(self._cache)
+        if cache is not None:
+            cache.reorder_cache(rows_B)
+        return Lockstep(self._model, self.tokens_BT[rows_B], cache)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop the other rows."""
+        if len(rows) < len(self.tokens_BT):
+            rows_B = torch.tensor(rows, device=self.tokens_BT.device)
+            self.tokens_BT = self.tokens_BT[rows_B]
+            if self._cache is not None:
+                self._cache.reorder_cache(rows_B)
+
+    def extend(self, tokens_BT: Tensor) -> Tensor:
+        """Append tokens to each row; return the logits after the last one, fp32 [B, V]."""
+        self.tokens_BT = torch.cat((self.tokens_BT, tokens_BT), 1)
+        uncached_BT = self.tokens_BT if self._cache is None else tokens_BT
+        logits_BTV, self._cache = forward(self._model, uncached_BT, self._cache, num_logits=1)
+        return logits_BTV[:, -1].float()
+
+
+def begin(model: TransformersModel, tokens_BT: Tensor, *, num_logits: int) -> tuple[Lockstep, Tensor]:
+    """Compute prompts of one length; return them and the logits of their last num_logits positions."""
+    logits_BTV, cache = forward(model, tokens_BT, None, num_logits=num_logits)
+    return Lockstep(model, tokens_BT, cache), logits_BTV[:, -num_logits:].float()
+
+
+def forward(
+    model: TransformersModel, tokens_BT: Tensor, cache: Any, *, num_logits: int
+) -> tuple[Tensor, Any]:
+    """Return (logits of at least the last num_logits positions, the cache after the tokens)."""
+    parameters = inspect.signature(model.model.forward).parameters
+    options = {"logits_to_keep": num_logits} if "logits_to_keep" in parameters else {}
+    name = "cache" if "cache" in parameters else "past_key_values"  # its name before transformers 5.24
+    output = model.model(tokens_BT, **{name: cache}, use_cache=True, **options)
+    after = getattr(output, name, None)
+    is_known = type(after).__module__ == "transformers.cache_utils" and hasattr(after, "reorder_cache")
+    return output.logits, after if is_known else None
+
+
 class PromptCaches:
     """The caches of prompts whose samples have not all begun, by the first page of the prompt's group: pages
     have one owner at a time."""
@@ -114,10 +170,7 @@ class PromptCaches:
         self._pool = pool
         self._of: dict[int, tuple[Lockstep, int]] = {}
 
-    def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
-        """Do nothing: pages hold nothing."""
-
-    def copy_partial_window(self, copies: list[tuple[int, dict[int, int], dict[int, int]]]) -> None:
+    def copy_partial_pages(self, copies: list[tuple[int, HasPages, HasPages]]) -> None:
         """Do nothing: pages hold nothing."""
 
     def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
@@ -131,7 +184,7 @@ class PromptCaches:
 
     def put(self, page: int, lockstep: Lockstep, row: int) -> None:
         """Keep a prompt's cache, and drop those whose groups are done."""
-        self._of = {at: found for at, found in self._of.items() if not self._pool.is_free(at)}
+        self._of = {at: entry for at, entry in self._of.items() if not self._pool.is_free(at)}
         self._of[page] = lockstep, row
 
     def get(self, page: int) -> tuple[Lockstep, int]:

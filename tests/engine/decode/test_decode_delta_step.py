@@ -66,7 +66,7 @@ def both(decoder):
         forward = forward_of(decoder, cache) if uses_kernels else TorchForward(decoder, cache, ROWS, PAGES)
         with cache.present(), torch.no_grad():
             torch.manual_seed(0)
-            for tensor in (cache.k, cache.v, states.conv, states.state):
+            for tensor in (cache.pages.k, cache.pages.v, states.conv, states.state):
                 tensor.normal_()
             state = state_of()
             state.states_B[:] = torch.tensor([4, 0, 3, 2, 5])

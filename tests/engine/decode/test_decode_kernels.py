@@ -200,8 +200,8 @@ def test_a_replayed_graph_is_the_eager_step_bit_for_bit(decoder, monkeypatch):
 
 def _twelve_steps(runner, cache):
     torch.manual_seed(0)
-    cache.k.copy_(torch.randn_like(cache.k.float()))
-    cache.v.copy_(torch.randn_like(cache.v.float()))
+    cache.pages.k.copy_(torch.randn_like(cache.pages.k.float()))
+    cache.pages.v.copy_(torch.randn_like(cache.pages.v.float()))
     _fill(runner._state, rows=8)
     runner._samples_B = [None] * 8
     found = []
@@ -297,8 +297,8 @@ def test_what_unused_pages_hold_never_matters(decoder):
     def poison(*_):
         """Once, ahead of the first prefill."""
         if not forwards:
-            engine._cache.k.fill_(torch.nan)
-            engine._cache.v.fill_(torch.nan)
+            engine._cache.pages.k.fill_(torch.nan)
+            engine._cache.pages.v.fill_(torch.nan)
         forwards.append(1)
 
     handle = decoder.register_forward_pre_hook(poison)

@@ -71,8 +71,8 @@ def both(decoder):
         forward = forward_of(decoder, cache) if uses_kernels else TorchForward(decoder, cache, ROWS, PAGES)
         with cache.present(), torch.no_grad():
             torch.manual_seed(0)
-            cache.k.normal_()
-            cache.v.normal_()
+            cache.pages.k.normal_()
+            cache.pages.v.normal_()
             state = state_of()
             hidden_BD = forward(state, ROWS)
             state.positions_B.add_(state.positions_B >= 0)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.schedule.test_scheduler import PAGE_TOKENS, FakeRunner, live_group
+from engine.schedule.test_scheduler import FakeRunner, live_group
 from qerl.engine.schedule.kept_pages import KeptPages
 from qerl.engine.schedule.page_pool import PagePool
 
@@ -129,10 +129,7 @@ def test_what_is_kept_changes_nothing_in_whom_the_scheduler_admits_runs_and_pree
         for group in groups:
             group.episode = min(group.index, 29 - group.index)  # those that are still kept come first
         first, second = groups[:15], groups[15:]
-        runner = FakeRunner(first, total_pages=24, max_num_seqs=6)
-        if kept_pages:
-            runner.scheduler.kept = KeptPages(runner.pages, kept_pages, PAGE_TOKENS)
-        runner.run()
+        runner = FakeRunner(first, total_pages=24, max_num_seqs=6, max_kept_pages=kept_pages).run()
         runner.groups = groups
         runner.scheduler.add(second)
         runner.run()

@@ -2,9 +2,10 @@ import random
 
 import pytest
 
+from qerl.engine.schedule.cache_space import CacheSpace, Space
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
-from qerl.engine.schedule.page_pool import PagePool
-from qerl.engine.schedule.scheduler import Scheduler, min_group_pages, num_pages
+from qerl.engine.schedule.page_pool import min_group_pages, num_pages
+from qerl.engine.schedule.scheduler import Scheduler
 from qerl.types import Prompt
 
 PAGE_TOKENS = 4
@@ -22,13 +23,22 @@ def live_group(index, prompt_tokens, max_tokens, num_samples):
 class FakeRunner:
     """Draws no tokens, only counts them: a sample is done after as many as `lengths` says."""
 
-    def __init__(self, groups, *, total_pages, max_num_seqs, lengths=None, num_states=None):
+    def __init__(
+        self,
+        groups,
+        *,
+        total_pages,
+        max_num_seqs,
+        lengths=None,
+        num_states=None,
+        num_window_pages=0,
+        **of_space,
+    ):
         self.groups, self.lengths = groups, lengths or {}
-        self.pages = PagePool(total_pages)
-        self.states = None if num_states is None else PagePool(num_states)
-        self.scheduler = Scheduler(
-            groups, self.pages, page_tokens=PAGE_TOKENS, max_num_seqs=max_num_seqs, states=self.states
-        )
+        total = Space(total_pages, num_window_pages, num_states or 0)
+        space = CacheSpace(total, PAGE_TOKENS, **of_space)
+        self.pages, self.states = space.pages, None if num_states is None else space.slots
+        self.scheduler = Scheduler(groups, space, max_num_seqs=max_num_seqs)
         self.scheduled, self.admissions = [], []
         self.finished, self.batch_sizes = [], []
 
@@ -276,8 +286,9 @@ def test_branches_start_from_their_prompts_slot():
     branch.parent = group.samples_G[0]
     for sample in branch.samples_G:
         sample.tokens_T = [0]
+    prompt_slot = group.state
     runner.scheduler.branch([branch])
-    assert branch.state == group.state and runner.states.num_used == 1
+    assert branch.state == prompt_slot and runner.states.num_used == 1
     scheduled = runner.scheduler.schedule()
     assert len({s.state[0] for s in scheduled} | set(branch.state)) == 3
     runner.scheduler.finish(scheduled)

@@ -14,8 +14,9 @@ from qerl.config import EngineConfig
 from qerl.config.recipes import demo
 from qerl.cost.cache import page_bytes
 from qerl.engine.cache import size as cache_size
-from qerl.engine.schedule.page_pool import PagePool
-from qerl.engine.schedule.scheduler import Scheduler, min_group_pages
+from qerl.engine.schedule.cache_space import CacheSpace, Space
+from qerl.engine.schedule.page_pool import min_group_pages
+from qerl.engine.schedule.scheduler import Scheduler
 from qerl.engine.schedule.window_pages import Window, WindowPages, windowed_layers
 from qerl.errors import UserError
 from qerl.kernels.attention.attention_options import AttentionOptions
@@ -249,10 +250,9 @@ def test_exact_engines_and_decoders_without_windows_have_one_kind_of_page():
 class WindowedTalk(FakeTalk):
     """With pages for windows: who runs holds what it reads, and no page has two owners."""
 
-    def __init__(self, groups, *, window, num_window_pages, **settings):
+    def __init__(self, groups, **settings):
         super().__init__(groups, **settings)
-        self.windows = WindowPages(num_window_pages, window)
-        self.scheduler.windows = self.windows
+        self.windows = self.scheduler.space.windows
 
     def check(self):
         super().check()
@@ -297,7 +297,7 @@ def test_conversations_end_with_as_few_window_pages_as_the_largest_needs(seed):
 
 def run_to_end(scheduler, rng, kept):
     """Draw until nothing is left; note the window pages of each sample that ends."""
-    windows = scheduler.windows
+    windows = scheduler.space.windows
     while not scheduler.is_done:
         scheduler.allocate()
         scheduler.schedule()
@@ -325,8 +325,8 @@ def test_branches_hold_their_parents_windows_and_leave_nothing(seed):
     rng, kept = random.Random(seed), {}
     window = Window(rng.choice((1, 3, 6, 20)), PAGE_TOKENS)
     groups = [live_group(i, rng.randint(1, 20), 30, 3) for i in range(3)]
-    pages, windows = PagePool(1000), WindowPages(1000, window)
-    scheduler = Scheduler(groups, pages, page_tokens=PAGE_TOKENS, max_num_seqs=20, windows=windows)
+    space = CacheSpace(Space(1000, 1000), PAGE_TOKENS, window=window)
+    scheduler, windows = Scheduler(groups, space, max_num_seqs=20), space.windows
     for group in groups:
         group.keeps_pages = True
     run_to_end(scheduler, rng, kept)
@@ -338,7 +338,7 @@ def test_branches_hold_their_parents_windows_and_leave_nothing(seed):
         assert not windows.missing(branch.window_pages, P, P)
         assert all(kept[branch.parent][i] == page for i, page in branch.window_pages.items())
     run_to_end(scheduler, rng, {})
-    assert pages.num_used == windows.pool.num_used == 0
+    assert space.pages.num_used == windows.pool.num_used == 0
 
 
 def test_the_plan_counts_the_pages_of_windows():

@@ -1,7 +1,7 @@
 import gc
 import weakref
 
-from qerl.kernels.runtime.cached_method import cached_method
+from qerl.kernels.runtime.nvrtc import cached_method
 
 
 class Squares:

@@ -14,7 +14,7 @@ from models.any_family import ROWS, SHAPE, load, oracle
 from models.tiny import logits_of
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, ModelConfig, RunConfig
-from qerl.engine.lockstep import begin
+from qerl.engine.transformers_engine import begin
 from qerl.errors import UserError
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 from qerl.models.checkpoint.source import ModelSource

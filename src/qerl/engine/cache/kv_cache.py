@@ -31,6 +31,7 @@ from qerl.engine.cache.layer_pages import (
 )
 from qerl.engine.cache.memory import tensors_on
 from qerl.engine.cache.state_cache import StateCache
+from qerl.engine.schedule.cache_space import HasPages, Space
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache, HostPieces
 from qerl.engine.schedule.window_pages import windowed_layers
 from qerl.kernels.attention.decode_attention import LayerCache
@@ -89,24 +90,13 @@ class KVCache:
             yield
 
     @property
-    def k(self) -> Tensor:
-        return self.pages.k
-
-    @property
-    def v(self) -> Tensor:
-        return self.pages.v
-
-    @property
     def num_pages(self) -> int:
         return self.pages.num_pages
 
     @property
-    def num_window_pages(self) -> int:
-        return 0 if self.windowed is None else self.windowed.num_pages
-
-    @property
-    def num_state_slots(self) -> int:
-        return 0 if self.states is None else self.states.num_slots
+    def space(self) -> Space:
+        windowed = 0 if self.windowed is None else self.windowed.num_pages
+        return Space(self.num_pages, windowed, 0 if self.states is None else self.states.num_slots)
 
     @property
     def num_bytes(self) -> int:
@@ -168,8 +158,8 @@ class KVCache:
             places, windowed = list(span.windowed), list(span.windowed.values())
             selected = self._selected(span.own_pages(self.page_tokens), windowed, span.slot)
             carried.append(CarriedCache.of(self._host, selected, places))
-        if self.k.is_cuda:
-            torch.cuda.current_stream(self.k.device).synchronize()
+        if self.pages.k.is_cuda:
+            torch.cuda.current_stream(self.pages.k.device).synchronize()
         return carried
 
     def restore(self, carried: CarriedCache, span: CachedSpan) -> None:
@@ -177,7 +167,7 @@ class KVCache:
         rows = [row for row, place in enumerate(carried.places) if place in span.windowed]
         windowed = [span.windowed[carried.places[row]] for row in rows]
         selected = self._selected(span.own_pages(self.page_tokens), windowed, span.slot)
-        for (x, indices), copy in zip(selected, carried.contents(self.k.device), strict=True):
+        for (x, indices), copy in zip(selected, carried.contents(self.pages.k.device), strict=True):
             if copy.shape[1] > len(indices):  # it held more pages of a window
                 copy = copy.index_select(1, self._indices(rows))
             x.view(torch.uint8).index_copy_(1, indices, copy)
@@ -197,23 +187,16 @@ class KVCache:
         return found
 
     def _indices(self, places: list[int]) -> Tensor:
-        return sent(torch.tensor(places, dtype=torch.long), self.k.device)
+        return sent(torch.tensor(places, dtype=torch.long), self.pages.k.device)
 
-    def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
-        """For each (num_positions, source pages, target pages), copy the page that num_positions fill
-        partly, if there is one."""
+    def copy_partial_pages(self, copies: list[tuple[int, HasPages, HasPages]]) -> None:
+        """For each (num_positions, source, target), copy the pages that num_positions fill partly, if there
+        are any; of layers with a window, where both hold one."""
         places = [
             (n // self.page_tokens, source, target) for n, source, target in copies if n % self.page_tokens
         ]
         for pages in (self.pages, *self._others):
-            pages.copy_pages([(source[i], target[i]) for i, source, target in places])
-
-    def copy_partial_window(self, copies: list[tuple[int, dict[int, int], dict[int, int]]]) -> None:
-        """Like copy_partial_pages, of the windows' pages; where both hold the page."""
-        places = [
-            (n // self.page_tokens, source, target) for n, source, target in copies if n % self.page_tokens
-        ]
+            pages.copy_pages([(source.pages[i], target.pages[i]) for i, source, target in places])
         if self.windowed is not None:
-            self.windowed.copy_pages(
-                [(source[i], target[i]) for i, source, target in places if i in source and i in target]
-            )
+            each = [(i, source.window_pages, target.window_pages) for i, source, target in places]
+            self.windowed.copy_pages([(a[i], b[i]) for i, a, b in each if i in a and i in b])

@@ -2,37 +2,17 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import torch
 
 from qerl.config import EngineConfig
 from qerl.cost.cache import page_bytes
+from qerl.engine.schedule.cache_space import Space
 from qerl.engine.schedule.live_sample import LiveGroup
-from qerl.engine.schedule.scheduler import min_group_pages, num_pages, own_pages
+from qerl.engine.schedule.page_pool import num_pages, own_pages
 from qerl.engine.schedule.window_pages import Window, windowed_layers
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
-
-
-class PageCounts(NamedTuple):
-    """Pages of layers whose attention sees all positions, and of those with a window."""
-
-    pages: int
-    windowed: int = 0
-
-    def at_least(self, share: float, least: "PageCounts") -> "PageCounts":
-        """Return this share of the pages, rounded up, or the least."""
-        return PageCounts(*(max(n, math.ceil(share * m)) for n, m in zip(least, self, strict=True)))
-
-    def times(self, share: float) -> "PageCounts":
-        return PageCounts(*(math.ceil(share * n) for n in self))
-
-    def covers(self, other: "PageCounts") -> bool:
-        return self.pages >= other.pages and self.windowed >= other.windowed
-
-    def __str__(self) -> str:
-        return f"{self.pages} pages" if not self.windowed else f"{self.pages} and {self.windowed} pages"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +38,12 @@ class CacheSize:
             config=config, page_bytes=every - windowed, window=window, window_page_bytes=windowed, **others
         )
 
-    def bytes_of(self, counts: PageCounts, num_slots: int) -> int:
+    def bytes_of(self, space: Space) -> int:
         """Return the bytes of so many pages and slots, and of the slot for unused rows."""
-        pages = counts.pages * self.page_bytes + counts.windowed * self.window_page_bytes
-        return pages + (num_slots + 1) * self.slot_bytes
+        return self.bytes_of_pages(space) + (space.slots + 1) * self.slot_bytes
+
+    def bytes_of_pages(self, space: Space) -> int:
+        return space.pages * self.page_bytes + space.windowed * self.window_page_bytes
 
     def affordable(self, groups: list[LiveGroup], num_bytes: float) -> tuple[int, float]:
         """Return (slots, bytes left for pages): the slots that can be used at once or as many as half of the
@@ -69,22 +51,22 @@ class CacheSize:
         num_slots = self._useful_slots(groups)
         if num_slots:
             num_slots = max(min(num_slots, int(num_bytes / 2 / self.slot_bytes) - 1), 2)
-        return num_slots, num_bytes - self.bytes_of(PageCounts(0), num_slots)
+        return num_slots, num_bytes - self.bytes_of(Space(slots=num_slots))
 
-    def choose(self, left_bytes: float, least: PageCounts, useful: PageCounts) -> PageCounts:
+    def choose(self, left_bytes: float, least: Space, useful: Space) -> Space:
         """Return the useful pages, or as many as there are bytes for: the same share of both kinds, so that
         both hold as many samples, but at least the least."""
-        share = left_bytes / max(self.bytes_of(useful, -1), 1)
+        share = left_bytes / max(self.bytes_of_pages(useful), 1)
         if share >= 1:
             return useful
         if self.window is None:
-            return PageCounts(int(left_bytes / self.page_bytes))
+            return Space(int(left_bytes / self.page_bytes))
         windowed = max(least.windowed, int(share * useful.windowed))
         if self.page_bytes == 0:
-            return PageCounts(useful.pages, windowed)
+            return Space(useful.pages, windowed)
         pages = max(least.pages, int((left_bytes - windowed * self.window_page_bytes) / self.page_bytes))
         windowed = min(windowed, int((left_bytes - pages * self.page_bytes) / self.window_page_bytes))
-        return PageCounts(min(pages, useful.pages), windowed)
+        return Space(min(pages, useful.pages), windowed)
 
     def _useful_slots(self, groups: list[LiveGroup]) -> int:
         """Return the slots of all prompts and samples that can be live at once."""
@@ -95,55 +77,53 @@ class CacheSize:
 
     def needed_pages(
         self, groups: list[LiveGroup], prompt_indices: list[int], left_bytes: float
-    ) -> tuple[PageCounts, PageCounts]:
+    ) -> tuple[Space, Space]:
         """Return (pages that the largest group needs to run at all, most pages that all can use at once)."""
-        least, branching = PageCounts(0), PageCounts(0)
+        least, branching = Space(), Space()
         for group, prompt_index in zip(groups, prompt_indices, strict=True):
             needed = self.group_pages(group)
             if group.keeps_pages:
-                branching = PageCounts(*map(sum, zip(branching, needed, strict=True)))
-            least = PageCounts(*map(max, zip(least, needed, strict=True)))
-            if self.bytes_of(least, -1) > left_bytes:
+                branching += needed
+            least = least.at_least(needed)
+            if (num_bytes := self.bytes_of_pages(least)) > left_bytes:
+                pages = f"{least.pages} and {least.windowed}" if least.windowed else str(least.pages)
                 samples = f"{len(group.samples_G)} samples and a branch" if group.keeps_pages else "a sample"
-                needed_bytes = self.bytes_of(least, -1)
                 raise UserError(
-                    f"prompt {prompt_index} needs {least} of KV cache ({rounded_up_gb(needed_bytes)} GB)"
+                    f"prompt {prompt_index} needs {pages} pages of KV cache ({rounded_up_gb(num_bytes)} GB)"
                     f" for its {group.prompt_tokens} tokens and {samples} of {group.max_tokens};"
-                    + self._more_memory_hint(left_bytes, self.bytes_of(least, self._useful_slots(groups)))
+                    + self._more_memory_hint(left_bytes, least + Space(slots=self._useful_slots(groups)))
                 )
         page_tokens, window = self.config.block_size, self.window
         prompts = [group.prompt_tokens for group in groups]
         own = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
         pages = self._most_used(groups, [num_pages(P, page_tokens) for P in prompts], own)
         if window is None:
-            return least, PageCounts(branching.pages + pages)
+            return least, branching + Space(pages)
         each = window.running_pages(own)
         windowed = self._most_used(groups, [window.prompt_pages(P) for P in prompts], each)
-        return least, PageCounts(branching.pages + pages, branching.windowed + windowed)
+        return least, branching + Space(pages, windowed)
 
     def _most_used(self, groups: list[LiveGroup], prompt_pages: list[int], sample_pages: int) -> int:
         most_running = min(self.max_rows, sum(len(group.samples_G) for group in groups))
         return sum(sorted(prompt_pages, reverse=True)[: self.max_rows]) + most_running * sample_pages
 
-    def group_pages(self, group: LiveGroup) -> PageCounts:
+    def group_pages(self, group: LiveGroup) -> Space:
         """Return the pages of a prompt and one of its samples, or, if the group keeps its pages, of all its
         samples and one branch."""
-        page_tokens, window = self.config.block_size, self.window
-        own = own_pages(group.prompt_tokens, group.max_tokens, page_tokens)
-        pages = min_group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
-        windowed = 0 if window is None else window.sample_pages(own)
-        if group.keeps_pages:
-            pages = _branching_pages(group, page_tokens)
-            windowed = (len(group.samples_G) + 1) * own
+        P, page_tokens, window = group.prompt_tokens, self.config.block_size, self.window
+        own = own_pages(P, group.max_tokens, page_tokens)
+        num_samples = len(group.samples_G) + 1 if group.keeps_pages else 1
+        pages = num_pages(P, page_tokens) + num_samples * own
         if window is None:
-            return PageCounts(pages)
-        return PageCounts(pages, window.prompt_pages(group.prompt_tokens) + windowed)
+            return Space(pages)
+        windowed = num_samples * own if group.keeps_pages else window.sample_pages(own)
+        return Space(pages, window.prompt_pages(P) + windowed)
 
-    def _more_memory_hint(self, left_bytes: float, needed_bytes: float) -> str:
+    def _more_memory_hint(self, left_bytes: float, needed: Space) -> str:
         config = self.config
         affordable = int(left_bytes / (self.page_bytes + self.window_page_bytes))
         if config.kv_cache_gb is not None:
-            gb = rounded_up_gb(needed_bytes)
+            gb = rounded_up_gb(self.bytes_of(needed))
             return (
                 f" engine.kv_cache_gb = {config.kv_cache_gb} allows {affordable} pages:"
                 f" raise it to {gb} or more"
@@ -155,9 +135,3 @@ class CacheSize:
 
 def rounded_up_gb(num_bytes: float) -> float:
     return math.ceil(num_bytes / 1e5) / 1e4
-
-
-def _branching_pages(group: LiveGroup, page_tokens: int) -> int:
-    """Return the most pages of a group that keeps its samples' pages, and of one branch in addition."""
-    own = own_pages(group.prompt_tokens, group.max_tokens, page_tokens)
-    return num_pages(group.prompt_tokens, page_tokens) + (len(group.samples_G) + 1) * own

@@ -38,7 +38,7 @@ class AttentionSteps:
             num_kv_heads=a.num_kv_heads,
             head_size=a.head_size,
             page_tokens=cache.page_tokens,
-            kv_dtype=cache.k.dtype,
+            kv_dtype=cache.pages.k.dtype,
             max_rows=parts.max_rows,
             max_pages=parts.max_pages,
             device=device,

@@ -1,7 +1,7 @@
 """The forward pass of a decode step: from the newest token of each of the first B rows to its hidden state.
 
     TorchForward    the decoder's own modules with paged attention in PyTorch: any device, format and dtype
-    KernelForward   decode_kernels.py: this project's kernels, on NVIDIA GPUs from Ampere on
+    KernelForward   kernel_forward.py: this project's kernels, on NVIDIA GPUs from Ampere on
 
 Layers with a window read only the pages that it reaches.
 

@@ -12,7 +12,7 @@ where that is faster (`computes_lora_hidden`); otherwise the norm's launch makes
 of o and down. For BF16 weights it is stored behind the rows of x: [x | u] @ [W | B]^T is one cuBLAS
 call (linears.py).
 
-A layer is the step of its mixer and the step of its MLP (decode_layer.py), chosen by its kind in MIXERS and
+A layer is the step of its mixer and the step of its MLP (layer.py), chosen by its kind in MIXERS and
 MLPS. The step reads the modules' own weights, norms and noise and keeps no copy of them. `publish` refreshes
 the stacked working copies of the adapters (A of q|k|v, of gate|up; B in the order of the packed rows) in
 place.

@@ -1,10 +1,10 @@
 """One layer of a decode step by the kernels: the step of its mixer, then the step of its MLP.
 
-    decode_kernels.py          the whole step; its tables MIXERS and MLPS name the steps by the layer's kind
-    decode_attention_step.py   h += o W^T of attention
-    decode_delta_step.py       the same of Gated DeltaNet
-    decode_mlp_step.py         h += y W^T of the dense MLP
-    NormedProducts             the norms and products that a step is made of
+    kernel_forward.py   the whole step; its tables MIXERS and MLPS name the steps by the layer's kind
+    attention.py        h += o W^T of attention
+    delta.py            the same of Gated DeltaNet
+    mlp.py, mixture.py  h += y W^T of the dense MLP, of a mixture of experts
+    NormedProducts      the norms and products that a step is made of
 
 A kind of step is a class `Steps(parts)` with what its layers share, such as a workspace; it is called with a
 layer and makes that layer's step. `Steps.obstacle` says of which models it cannot be made.

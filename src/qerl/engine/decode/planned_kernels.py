@@ -10,7 +10,7 @@ from qerl.cost.cache import FP8
 from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.decode.runner_cache import RunnerCache
-from qerl.engine.schedule.scheduler import num_pages
+from qerl.engine.schedule.page_pool import num_pages
 from qerl.kernels.runtime.nvrtc import KernelVariant, dry_run
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels

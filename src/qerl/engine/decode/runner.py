@@ -22,7 +22,7 @@ from torch import Tensor
 from qerl.engine.decode.forward import DecodeForward
 from qerl.engine.sampling.sampler import FusedSampler, Sampler
 from qerl.engine.schedule.live_sample import LiveSample
-from qerl.engine.schedule.scheduler import num_pages
+from qerl.engine.schedule.page_pool import num_pages
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.runtime.architectures import architecture_name
 from qerl.kernels.runtime.compile_ahead import BackgroundCompiler, compile_ahead

@@ -26,8 +26,8 @@ from qerl.engine.decode.runner import DecodeRunner, bucket_of
 from qerl.engine.decode.teacher_forcing import TeacherForcing
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling.sampler import FusedSampler, Sampler, TorchSampler
-from qerl.engine.schedule.scheduler import num_pages
-from qerl.formats import BF16, FP8, PackedWeight
+from qerl.engine.schedule.page_pool import num_pages
+from qerl.formats import BF16, FP8
 from qerl.kernels.attention.chunked_attention import chunked_decode
 from qerl.kernels.attention.decode_shape import CHUNK
 from qerl.kernels.experts.grouped_hopper import HopperGroupedProduct
@@ -186,14 +186,14 @@ class RunnerCache:
         if not self._is_fast:
             one_order = functools.partial(TorchForward, decode=chunked_decode, expert_rows=_WHOLE_ROWS)
             return one_order if exact else TorchForward
-        is_portable = self.kernels == "portable"
+        is_portable, weights = self.kernels == "portable", [x.weight for _, x in self._decoder.linears()]
         return functools.partial(
             KernelForward,
             products=functools.partial(
                 PackedLinears,
                 rows_at_once=ONE_ORDER_ROWS if exact else MAX_ROWS,
                 is_portable=is_portable,
-                layouts={w.group.layout for w in self._weights() if isinstance(w, PackedTiles)},
+                layouts={w.group.layout for w in weights if isinstance(w, PackedTiles)},
             ),
             chunk=CHUNK if exact else None,
             shrink=PortableLoraShrink if is_portable else LoraShrink,
@@ -210,9 +210,6 @@ class RunnerCache:
             return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
         return rows, rows
-
-    def _weights(self) -> list[PackedWeight | None]:
-        return [linear.weight for _, linear in self._decoder.linears()]
 
     def _sampler(self, sampling: Sampling | None) -> Sampler:
         if sampling is None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from qerl.engine.decode.forward import DecodeForward
-from qerl.engine.prefill.prefill import PrefillChunk, chunk_rows
-from qerl.engine.schedule.scheduler import num_pages
+from qerl.engine.prefill.chunk import PrefillChunk, chunk_rows
+from qerl.engine.schedule.page_pool import num_pages
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.runtime.cuda_graph import record_graph
 

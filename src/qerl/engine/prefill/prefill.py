@@ -1,22 +1,18 @@
 """Prefill prompts, and recompute preempted samples, in forwards of many rows at once.
 
-A chunk is consecutive tokens of one sequence whose earlier positions are cached. Chunks are packed into
-forwards of at most max_tokens rows; one that does not fit is split. Each forward writes its keys and values
-to the cache, and its rows attend to their sequence's positions up to their own. Recurrent states go on from
-the chunk's slot, which then holds those after its last row.
+Chunks of sequences are packed into forwards (chunk.py). Each forward writes its keys and values to the cache,
+and its rows attend to their sequence's positions up to their own. Recurrent states go on from the chunk's
+slot, which then holds those after its last row.
 """
-
-import dataclasses
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from qerl.engine.cache.kv_cache import KVCache, slots_of
 from qerl.engine.cache.state_cache import StateCache
-from qerl.engine.prefill.chunk import PrefillChunk
+from qerl.engine.prefill.chunk import PrefillChunk, chunk_rows, split_into_forwards
 from qerl.engine.prefill.window import WindowedForward
-from qerl.engine.schedule.scheduler import num_pages
+from qerl.engine.schedule.page_pool import num_pages
 from qerl.engine.schedule.window_pages import Window
 from qerl.kernels.attention.attention import PagedLayout, Span, span_attention
 from qerl.kernels.attention.attention_options import AttentionOptions
@@ -25,19 +21,6 @@ from qerl.kernels.delta_net.gated_delta_net import DeltaInputs, mix
 from qerl.kernels.runtime.gpu_memory import sent
 from qerl.models.decoder import Decoder
 from qerl.models.delta_net import Recur
-
-
-def chunk_rows(chunks: list[PrefillChunk]) -> Tensor:
-    """Return (tokens, positions, chunk indices, noise rows) of the chunks' rows in order: int32 [4, rows]."""
-    lengths = torch.tensor([len(chunk.tokens_T) for chunk in chunks])
-    per_chunk = torch.tensor([[i, chunk.noise_row] for i, chunk in enumerate(chunks)], dtype=torch.int32)
-    spans = (chunk.positions for chunk in chunks)
-    columns = (
-        torch.tensor([token for chunk in chunks for token in chunk.tokens_T], dtype=torch.int32),
-        torch.cat([torch.arange(span.start, span.stop, dtype=torch.int32) for span in spans]),
-        *per_chunk.repeat_interleave(lengths, dim=0).unbind(1),
-    )
-    return torch.stack(columns)
 
 
 class Prefill:
@@ -123,23 +106,3 @@ def _recur_on(states: StateCache, chunks: list[PrefillChunk]) -> Recur:
         return o_TNV
 
     return recur
-
-
-def split_into_forwards(
-    chunks: list[PrefillChunk], max_tokens: int
-) -> Iterator[list[tuple[PrefillChunk, bool]]]:
-    """Split the chunks into forwards of at most max_tokens rows; True marks the last part of a chunk."""
-    parts, num_free = [], max_tokens
-    for chunk in chunks:
-        first = 0
-        while first < len(chunk.tokens_T):
-            tokens_T = chunk.tokens_T[first : first + num_free]
-            part = dataclasses.replace(chunk, tokens_T=tokens_T, first_position=chunk.first_position + first)
-            first += len(tokens_T)
-            num_free -= len(tokens_T)
-            parts.append((part, first == len(chunk.tokens_T)))
-            if num_free == 0:
-                yield parts
-                parts, num_free = [], max_tokens
-    if parts:
-        yield parts

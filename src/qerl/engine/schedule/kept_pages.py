@@ -37,22 +37,21 @@ class KeptPages:
         if not num:
             return
         self._pool.keep(new.pages)
-        for before in [k for k in self._kept if k.episode is episode and _begins(new.tokens_T, k.tokens_T)]:
-            self._drop(before)
+        for k in [k for k in self._kept if k.episode is episode]:
+            if new.tokens_T[: len(k.tokens_T)] == k.tokens_T:
+                self._drop(k)
         while sum(len(k.pages) for k in self._kept) + num > self._max_pages:
             self._drop_oldest()
         self._kept.append(new)
 
     def reuse(self, episode: object, prompt_T: list[int]) -> list[int]:
         """Return pages that hold the prompt's first tokens, with one more owner."""
-        found, longest = [], None
-        for kept in self._kept:
-            if kept.episode is episode and len(pages := self._common(kept, prompt_T)) > len(found):
-                found, longest = pages, kept
-        if longest is not None:
+        shared = [(self._common(kept, prompt_T), kept) for kept in self._kept if kept.episode is episode]
+        pages, longest = max(shared, key=lambda pair: len(pair[0]), default=([], None))
+        if longest is not None and pages:
             self._kept.remove(longest)
             self._kept.append(longest)
-        return self._pool.share(found)
+        return self._pool.share(pages)
 
     def forget(self, episodes: list[object]) -> None:
         """Drop all that is kept for these episodes."""
@@ -61,8 +60,8 @@ class KeptPages:
 
     def _common(self, kept: _Kept, prompt_T: list[int]) -> list[int]:
         size, num = self._page_tokens, 0
-        most = min(len(kept.pages), (len(prompt_T) - 1) // size)
-        while num < most and kept.tokens_T[num * size :][:size] == prompt_T[num * size :][:size]:
+        num_full = min(len(kept.pages), (len(prompt_T) - 1) // size)
+        while num < num_full and kept.tokens_T[num * size :][:size] == prompt_T[num * size :][:size]:
             num += 1
         return kept.pages[:num]
 
@@ -72,7 +71,3 @@ class KeptPages:
     def _drop(self, kept: _Kept) -> None:
         self._kept.remove(kept)
         self._pool.drop(kept.pages)
-
-
-def _begins(tokens_T: list[int], start_T: list[int]) -> bool:
-    return tokens_T[: len(start_T)] == start_T

@@ -1,4 +1,4 @@
-"""Reference counts of KV cache pages: a page is free or has one or more owners.
+"""Number of pages that positions need, and reference counts: a page is free or has one or more owners.
 
     allocate   give a free page its first owner          share   add an owner
     release    remove an owner; without any the page is free
@@ -10,6 +10,20 @@ check it under random operations.
 """
 
 from collections.abc import Callable
+
+
+def num_pages(num_positions: int, page_tokens: int) -> int:
+    return -(-num_positions // page_tokens)
+
+
+def own_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
+    """Return the most pages of a sample besides its group's shared ones. Its last token is never cached."""
+    return num_pages(prompt_tokens + max_tokens - 1, page_tokens) - prompt_tokens // page_tokens
+
+
+def min_group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
+    """Return the pages of a prompt and one of its samples: with fewer in all, the group can never run."""
+    return num_pages(prompt_tokens, page_tokens) + own_pages(prompt_tokens, max_tokens, page_tokens)
 
 
 class PagePool:

@@ -44,8 +44,7 @@ from qerl.kernels.attention.decode_shape import (
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.attention.fp8_pages import to_fp8
 from qerl.kernels.runtime.architectures import gpu_of, num_sms
-from qerl.kernels.runtime.cached_method import cached_method
-from qerl.kernels.runtime.nvrtc import addresses, compiled
+from qerl.kernels.runtime.nvrtc import addresses, cached_method, compiled
 
 CASES = (  # N, K, H
     (28, 4, 128),

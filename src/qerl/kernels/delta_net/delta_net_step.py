@@ -34,8 +34,7 @@ from qerl.kernels.delta_net.gated_delta import reference as delta_reference
 from qerl.kernels.delta_net.gated_delta_net import DeltaShape
 from qerl.kernels.delta_net.short_conv import reference as conv_reference
 from qerl.kernels.runtime.architectures import SYSTEM_SHARED_BYTES, CudaArchitecture, architecture_of, num_sms
-from qerl.kernels.runtime.cached_method import cached_method
-from qerl.kernels.runtime.nvrtc import CudaKernel, addresses, compiled
+from qerl.kernels.runtime.nvrtc import CudaKernel, addresses, cached_method, compiled
 from qerl.kernels.runtime.row_kernel import rows
 
 CASES = (  # key heads, value heads, is_by_head, rank of the gates' adapters, positions

@@ -28,8 +28,7 @@ from qerl.kernels.experts.grouped_linear import reference as linear_reference
 from qerl.kernels.experts.moe_route import Routed
 from qerl.kernels.pointwise.swiglu import reference as swiglu_reference
 from qerl.kernels.runtime.architectures import CudaArchitecture, architecture_of, num_sms
-from qerl.kernels.runtime.cached_method import cached_method
-from qerl.kernels.runtime.nvrtc import KernelVariant, addresses, compiled
+from qerl.kernels.runtime.nvrtc import KernelVariant, addresses, cached_method, compiled
 from qerl.kernels.tiles.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
 
 FILE, NAME = "grouped_product.cu", "grouped_product"

@@ -33,8 +33,7 @@ from torch.nn import functional as F
 from qerl.formats import BF16, FP8
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.runtime.architectures import num_sms
-from qerl.kernels.runtime.cached_method import cached_method
-from qerl.kernels.runtime.nvrtc import addresses, compiled, tensor_map
+from qerl.kernels.runtime.nvrtc import addresses, cached_method, compiled, tensor_map
 from qerl.kernels.tiles.nvfp4_tile import TILE_BYTES
 
 CASES = ((1, 1008, 192), (7, 4096, 896), (8, 2064, 3584), (64, 1040, 576), (65, 640, 1024), (256, 1616, 320))

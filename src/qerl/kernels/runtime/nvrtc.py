@@ -20,7 +20,8 @@ import hashlib
 import importlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,24 @@ def compiled(
     cluster: number of CTAs that access each other's shared memory; above 8 is not portable.
     """
     return CudaKernel(file, name, device, defines, shared_bytes, cluster)
+
+
+def cached_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a version of a method that caches its results by its arguments, to be stored on its object.
+
+    `functools.lru_cache` around a bound method makes a reference cycle: the object, and its device memory,
+    would stay until Python's cycle collector runs.
+    """
+    weak, results = weakref.WeakMethod(method), {}
+
+    def call(*arguments: Any) -> Any:
+        if arguments not in results:
+            bound = weak()
+            assert bound is not None
+            results[arguments] = bound(*arguments)
+        return results[arguments]
+
+    return call
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.pointwise.rms_norm import check_noise
-from qerl.kernels.runtime.cached_method import cached_method
-from qerl.kernels.runtime.nvrtc import addresses, compiled
+from qerl.kernels.runtime.nvrtc import addresses, cached_method, compiled
 
 CASES = (
     (1, 896, 16),

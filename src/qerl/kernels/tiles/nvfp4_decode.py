@@ -39,8 +39,7 @@ from torch import Tensor
 
 from qerl.formats import e2m1
 from qerl.kernels.runtime.architectures import gpu_of
-from qerl.kernels.runtime.cached_method import cached_method
-from qerl.kernels.runtime.nvrtc import addresses, compiled, tensor_map
+from qerl.kernels.runtime.nvrtc import addresses, cached_method, compiled, tensor_map
 from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
 from qerl.kernels.tiles.packed_product import PackedAdapter, PackedProduct, gate_defines
 

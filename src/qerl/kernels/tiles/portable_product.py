@@ -12,8 +12,7 @@ from functools import partial
 import torch
 
 from qerl.kernels.runtime.architectures import CudaArchitecture, architecture_of, gpu_of
-from qerl.kernels.runtime.cached_method import cached_method
-from qerl.kernels.runtime.nvrtc import KernelVariant, compiled
+from qerl.kernels.runtime.nvrtc import KernelVariant, cached_method, compiled
 from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS, MOST_TOKENS, TILE_ROWS
 from qerl.kernels.tiles.packed_product import PackedProduct
 from qerl.kernels.tiles.portable_shrink import AFTER_SHRINK, MAKES_U, MOST_ROWS, PortableShrink

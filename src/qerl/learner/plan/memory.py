@@ -37,8 +37,9 @@ from qerl.cost.weights import (
     weight_bytes,
 )
 from qerl.engine.cache.budget import free_bytes
-from qerl.engine.cache.size import CacheSize, PageCounts
-from qerl.engine.schedule.scheduler import num_pages, own_pages
+from qerl.engine.cache.size import CacheSize
+from qerl.engine.schedule.cache_space import Space
+from qerl.engine.schedule.page_pool import num_pages, own_pages
 from qerl.learner.checkpoint import adapter_folder
 from qerl.learner.plan.shapes import read_architecture
 from qerl.models.architecture import Architecture
@@ -82,7 +83,7 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
     if size.window is not None:
         windowed = prompts * size.window.prompt_pages(prompt_tokens) + kept * own
         windowed += running * size.window.running_pages(own)
-    wanted = size.bytes_of(PageCounts(pages + 1, windowed + 1), slots)
+    wanted = size.bytes_of(Space(pages + 1, windowed + 1, slots))
     return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
 
 
