@@ -130,7 +130,6 @@ class BranchingRollouts:
         return metrics
 
     def state(self) -> list[list[float]]:
-        """Return what a checkpoint stores, as JSON values."""
         return [[each.ratio, float(each.succeeded)] for each in self._tries]
 
     def load(self, state: Sequence[Sequence[float]]) -> None:

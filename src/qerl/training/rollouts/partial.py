@@ -58,7 +58,6 @@ class PartialRollouts:
         """Those of all ranks, by number."""
 
     def sample(self, step: int, log: StepLog) -> list[Group]:
-        """Return the step's groups with rewards and advantages."""
         config, resumed = self._config, self._carried
         in_work = sorted([*resumed, *self._begin(step)], key=lambda each: each.number)
         own = [each for each in in_work if self._rank_of(each.number) == self._ranks.index]
@@ -195,19 +194,17 @@ class PartialRollouts:
         ]
         return {"num_ranks": self._ranks.count, "groups": groups}
 
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Continue with this state; None: a checkpoint of a run that carried nothing. Raise UserError if
-        groups are carried and the number of ranks, which divide them, is another."""
-        stored = {"groups": []} if state is None else state
-        saved_by, count = stored.get("num_ranks", 1), self._ranks.count
+    def load(self, state: dict[str, Any]) -> None:
+        """Raise UserError if groups are carried and the number of ranks, which divide them, is another."""
+        saved_by, count = state["num_ranks"], self._ranks.count
         require(
-            not stored["groups"] or saved_by == count,
+            not state["groups"] or saved_by == count,
             f"this run carries unfinished samples of {saved_by} ranks (rollout.partial): continue it with"
             f" {saved_by}, not {count}",
         )
         self._carried = [
             InWork(g["number"], g["first_step"], self._group(g["number"], [_read(s) for s in g["samples"]]))
-            for g in stored["groups"]
+            for g in state["groups"]
         ]
 
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
+from typing import Any, Protocol
 
 from qerl.algo.advantage import ADVANTAGES, is_informative
 from qerl.algo.dynamic_sampling import fill
@@ -24,6 +25,20 @@ TrainPrompts = Callable[[int, int, int], list[Prompt]]
 """(step, num_prompts, round) -> the prompts of that round."""
 
 
+class Rollouts(Protocol):
+    """Source of the groups of each step."""
+
+    def sample(self, step: int, log: StepLog) -> list[Group]:
+        """Return the step's groups with rewards and advantages, or with the teacher's logprobs."""
+        ...
+
+    def state(self) -> Any:
+        """Return what a checkpoint stores, as JSON values."""
+        ...
+
+    def load(self, state: Any) -> None: ...
+
+
 class GroupRollouts:
     """Samples every group of a step at once."""
 
@@ -32,10 +47,15 @@ class GroupRollouts:
     ):
         self._config, self._engine, self._rewards = config, engine, rewards
         self._train_prompts = train_prompts
-        self.lengths = PromptLengths()
+        self._lengths = PromptLengths()
+
+    def state(self) -> dict[str, float]:
+        return self._lengths.state()
+
+    def load(self, state: dict[str, float]) -> None:
+        self._lengths.load(state)
 
     def sample(self, step: int, log: StepLog) -> list[Group]:
-        """Return the step's groups with rewards and advantages."""
         config, sampling = self._config, sampling_of(self._config)
         kept_P, sampled_P, overlap, round = [], [], Counter[str](), 0
         for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
@@ -59,7 +79,7 @@ class GroupRollouts:
     ) -> list[Group]:
         """Return the groups of the prompts, in order, whichever is sampled first."""
         config, admission = self._config, self._config.rollout.admission
-        order = ADMISSION[admission](prompts_P, self.lengths)
+        order = ADMISSION[admission](prompts_P, self._lengths)
         sampled_P = self._engine.generate(
             [prompts_P[i] for i in order],
             num_samples=config.num_generations,
@@ -69,7 +89,7 @@ class GroupRollouts:
             on_burst=scores.on_burst(order),
         )
         if admission != "given":
-            self.lengths.add(sampled_P)
+            self._lengths.add(sampled_P)
         by_place = dict(zip(order, sampled_P, strict=True))
         return [by_place[i] for i in range(len(prompts_P))]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.distillation import LEAST_LOGPROB
-from qerl.config import RunConfig
+from qerl.config import DistilConfig, RunConfig
 from qerl.engine.engine import Engine
 from qerl.errors import require
 from qerl.kernels.head.divergence import top_outcomes
@@ -68,15 +68,14 @@ def load_teacher(
     """Load config.distil.teacher; raise UserError if it has another vocabulary than the student."""
     distil = config.distil
     if distil.is_endpoint:
-        return EndpointTeacher(config, tokenizer, vocab_size=student.architecture.vocab_size)
+        return EndpointTeacher(distil, tokenizer, vocab_size=student.architecture.vocab_size)
     policy = _policy(config, student, tokenizer)
     return LocalTeacher(policy, config, student, tokenizer, notice)
 
 
-def teacher_sources(config: RunConfig) -> dict[str, str]:
+def teacher_sources(distil: DistilConfig) -> dict[str, str]:
     """Return {"teacher runs/demo": SHA-256} of the weights of a teacher in this process and of the files that
     describe them; {} without one. An endpoint's cannot be read."""
-    distil = config.distil
     if not distil.is_on or distil.is_endpoint:
         return {}
     place = adapter_folder(distil.teacher) or locate(distil.teacher).path

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.distillation import LEAST_LOGPROB
 from qerl.algo.seeds import mix
-from qerl.config import RunConfig
+from qerl.config import DistilConfig
 from qerl.errors import UserError
 from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
 from qerl.tasks.scoring import Failure
@@ -50,16 +50,15 @@ def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
 
 
 class EndpointTeacher:
-    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int):
+    def __init__(self, config: DistilConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int):
         """Raise UserError if the endpoint does not answer, or has another tokenizer."""
-        distil = config.distil
         self._config, self._tokenizer, self._vocab_size = config, tokenizer, vocab_size
-        self._top_k = distil.top_k if distil.is_divergence else 0
+        self._top_k = config.top_k if config.is_divergence else 0
         self._client = OpenAIClient(
-            distil.teacher, key_variable=KEY_VARIABLE, timeout_s=distil.timeout_s, retries=distil.retries
+            config.teacher, key_variable=KEY_VARIABLE, timeout_s=config.timeout_s, retries=config.retries
         )
         try:
-            self._model = distil.endpoint_model or self._client.first_model()
+            self._model = config.endpoint_model or self._client.first_model()
             for text in _PROBES:
                 self._check_tokens(text)
         except RequestFailed as error:
@@ -99,7 +98,7 @@ class EndpointTeacher:
         return [[next(found) for _ in group.samples_G] for group in groups]
 
     def _all(self, work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        with ThreadPoolExecutor(self._config.distil.max_concurrent, "teacher") as pool:
+        with ThreadPoolExecutor(self._config.max_concurrent, "teacher") as pool:
             return list(pool.map(work, items))
 
     def _score(self, prompt: Prompt, sample: Sample) -> TeacherLogprobs | Failure:
