@@ -1,10 +1,17 @@
 """The checkpoints of a run: the first rank reads and writes them, all ranks have the same learner.
 
+    steps     step s | copy state | step s + 1 | step s + 2 ...
+    thread                        | write, flush, rename |
+
 A step waits while the state is copied to host memory, and while the checkpoint before is still written:
-`checkpoint_hold_s`. A thread writes the copy: `checkpoint_write_s`.
+`checkpoint_hold_s`. A thread writes the copy: `checkpoint_write_s`. The end of a write, or its error, is
+taken after the step that runs meanwhile, or before the next write.
 """
 
 import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +23,6 @@ from qerl.learner.distributed import Ranks
 from qerl.learner.host_copy import HostCopy
 from qerl.tracking import Journal, NullJournal
 from qerl.tracking.journal import resumes_from
-from qerl.training.checkpoint_writer import CheckpointWriter
 
 
 class RunCheckpoints:
@@ -54,16 +60,17 @@ class RunCheckpoints:
         """Load the newest intact checkpoint on the first rank, and copy the learner to the others, which may
         not see the folder; None if there is no checkpoint."""
         folder = self._folder / "checkpoints"
-        found = self._ranks.from_first(lambda: checkpoint.load_latest(folder, self._learner))
-        if found is not None and self._ranks.count > 1:
+        resumed = self._ranks.from_first(lambda: checkpoint.load_latest(folder, self._learner))
+        if resumed is not None and self._ranks.count > 1:
             state = self._ranks.from_first(self._learner.state)
             if not self._ranks.is_first:
                 self._learner.load(*state)
-        return found
+        return resumed
 
     def is_due(self, next_step: int, num_steps: int) -> bool:
         """True if a checkpoint is due before this step, or the run's folder has been moved."""
-        return next_step % self._config.every == 0 or next_step == num_steps or self._is_away()
+        is_away = self._ranks.is_first and self._journal.place() != self._folder
+        return next_step % self._config.every == 0 or next_step == num_steps or is_away
 
     def save(self, next_step: int, extra: dict[str, Any] | None = None, *, waits: bool = False) -> None:
         """Begin to save where the folder is now, and wait for the end if asked to; raise RunError, after
@@ -126,8 +133,37 @@ class RunCheckpoints:
         if self._last_saved:
             self._journal.notice(resumes_from(self._last_saved))
 
-    def _is_away(self) -> bool:
-        return self._ranks.is_first and self._journal.place() != self._folder
+
+class CheckpointWriter:
+    """Owns the thread that writes, one checkpoint at a time; close() waits for it."""
+
+    def __init__(self):
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[float] | None = None
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Call `write` in the thread. `take` must have returned or raised the result of the call before."""
+        assert self._pending is None, "a checkpoint is still being written"
+        self._pending = self._pool.submit(_timed, write)
+
+    def take(self, *, waits: bool) -> float | None:
+        """Return the seconds of a write that has ended since the last call, or raise its error; None: none
+        was begun, or if this does not wait, it has not ended."""
+        pending = self._pending
+        if pending is None or not (waits or pending.done()):
+            return None
+        pending.exception()  # waits; a signal's exception leaves the write pending
+        self._pending = None
+        return pending.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+def _timed(write: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    write()
+    return time.perf_counter() - begin
 
 
 def check_vanished(folder: Path, journal: Journal | NullJournal, *, accepts_changes: bool) -> None:

@@ -26,7 +26,7 @@ from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished
-from qerl.training.signals import StopSignal, echo_s
+from qerl.training.signals import ECHO_S, StopSignal
 from qerl.types import RolloutEngine
 
 EndStep = Callable[[int, dict[str, float]], bool]
@@ -45,15 +45,16 @@ class Training(Protocol):
     evaluations_before: tuple[str, ...]
     """Names of the evaluations before the first step; none if nothing is held out."""
 
-    def quantization_lines(self) -> Iterable[str]:
-        """Yield what quantizing the weights at load changed."""
+    def quantization_lines(self) -> Iterable[str | None]:
+        """Yield what quantizing the weights at load changed; None: nothing."""
         ...
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the learner, as JSON values."""
-        ...
+        return {}
 
-    def load(self, state: dict[str, Any]) -> None: ...
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue with this state."""
 
     def run_steps(self, first_step: int, end_step: EndStep) -> None:
         """Run the steps from this one on, up to the last one or until end_step is True."""
@@ -68,7 +69,7 @@ class Training(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class OpenRun:
     """A run's folder and this process's part in the run."""
 
@@ -104,15 +105,9 @@ def open_run(config: RunConfig, ranks: Ranks, observer: Observer | None) -> Iter
     complete yet."""
     folder = Path(config.out)
     with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
-        stop = StopSignal(journal.notice, echo_s=echo_s(ranks.count))
+        stop = StopSignal(journal.notice, echo_s=0.0 if ranks.count == 1 else ECHO_S)
         with stop.handling():
-            yield OpenRun(
-                folder=folder,
-                ranks=ranks,
-                journal=journal,
-                stop=stop,
-                observer=observer or NullObserver(),
-            )
+            yield OpenRun(folder, ranks, journal, stop, observer or NullObserver())
 
 
 class Session:
@@ -163,7 +158,7 @@ class Session:
             training.load(resumed.extra)
             return resumed.next_step, resumed.notices
         if self._run.ranks.is_first:
-            for line in training.quantization_lines():
+            for line in filter(None, training.quantization_lines()):
                 self._run.journal.notice(line)
         if config.adapter.init_from is not None:
             load_adapter(training.decoder, read_adapter(config.adapter.init_from, config.adapter))

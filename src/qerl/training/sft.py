@@ -38,9 +38,9 @@ from qerl.training.observer import NullObserver, Observer
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import load_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
-from qerl.training.run_shell import EndStep, OpenRun, Session, evaluates_after, open_run
+from qerl.training.run_shell import EndStep, OpenRun, Session, Training, evaluates_after, open_run
 from qerl.training.signals import StopSignal
-from qerl.types import RolloutEngine, Sampling
+from qerl.types import Sampling
 
 _LOGGED = "entropy", "grad_norm", "learning_rate", "learn_tokens", "trained_samples", "micro_tokens"
 _LOGGED += "lora_dropout", "skipped_updates", "nonfinite_updates"
@@ -106,20 +106,14 @@ def held_out_loss(config: RunConfig, data: str) -> tuple[float, int]:
         sft = dataclasses.replace(_within_positions(config.sft, config.model), data=data, eval_data=None)
         stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
         rows = SftRows.read_evaluated(sft, tokenizer, stop_ids)
-        opened = OpenRun(
-            folder=Path(config.out),
-            ranks=ranks,
-            journal=journal,
-            stop=StopSignal(journal.notice),
-            observer=NullObserver(),
-        )
+        opened = OpenRun(Path(config.out), ranks, journal, StopSignal(journal.notice), NullObserver())
         training = FineTuning(config, opened, tokenizer, rows)
         Session(opened, training).load()
         return training.mean_loss(), len(rows.evaluated)
 
 
-class FineTuning:
-    """The steps over the rows to imitate, and the loss of the evaluation rows."""
+class FineTuning(Training):
+    """The steps over the rows to imitate, which follow from their number, and the evaluation rows' loss."""
 
     def __init__(
         self,
@@ -134,26 +128,20 @@ class FineTuning:
         for text in [*notices, *skipped_notices(locate(config.model.path).open())]:
             self._journal.notice(text)
         self.decoder, self.engine = load_sampler(config, tokenizer)
-        self.sampler: RolloutEngine = self.engine
+        self.sampler = self.engine
         self.learner = planned_learner(
             self.decoder, config, rows.longest, notice=self._journal.notice, ranks=self._ranks
         )
-        self.evaluations_before: tuple[str, ...] = ("before",) if rows.evaluated else ()
+        self.evaluations_before = ("before",) if rows.evaluated else ()
         self._has_reported_compiling = False
 
-    def quantization_lines(self) -> Iterator[str]:
+    def quantization_lines(self) -> Iterator[str | None]:
         """Compare on the first rows."""
         if not self._rows.learned:
             return
         model, groups = self.config.model, self._rows.batch(0, self.config.num_prompts)
         tokens = [[*group.prompt.tokens_T, *group.samples_G[0].tokens_T] for group in groups]
-        line = check_quantization(self.decoder, model.path, model.format, tokens, "the data's rows", _ADVICE)
-        yield from [] if line is None else [line]
-
-    def state(self) -> dict[str, Any]:
-        return {}  # a step's rows follow from its number
-
-    def load(self, state: dict[str, Any]) -> None: ...
+        yield check_quantization(self.decoder, model.path, model.format, tokens, "the data's rows", _ADVICE)
 
     def run_steps(self, first_step: int, end_step: EndStep) -> None:
         for step in range(first_step, self.config.num_steps):
