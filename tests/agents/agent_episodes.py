@@ -30,9 +30,7 @@ def playing(model: LoadedModel, agent, *, task: TaskConfig | None = None, **sett
     """play(*rows, ...) -> the groups of the rows; play.take_metrics(). The agent's process ends with the
     block."""
     with AgentPool(agent, AgentConfig(**settings), task or TaskConfig()) as pool:
-        engine = pool.engine(
-            model.engine, max_positions=model.max_positions, stop_tokens=model.engine.stop_token_ids
-        )
+        engine = pool.engine(model.engine)
 
         def play(*rows, num_samples=2, max_tokens=8, seed=3, step=0, **sampling):
             prompts_P = [

@@ -53,8 +53,7 @@ async def three_turns(client, row, seed):
 def branched(model, agent, rows, places, *, num_branches=2, max_tokens=8, **settings):
     """(groups, branches): of the first sample of each row, where its place-th branchable turn begins."""
     with AgentPool(agent, AgentConfig(**settings), TaskConfig()) as pool:
-        stop_tokens = model.engine.stop_token_ids
-        engine = pool.engine(model.engine, max_positions=model.max_positions, stop_tokens=stop_tokens)
+        engine = pool.engine(model.engine)
         prompts_P = [
             Prompt(index=i, text="", tokens_T=[1], messages=None, columns=row) for i, row in enumerate(rows)
         ]
@@ -129,8 +128,8 @@ def test_branches_are_learned_from_with_their_weight_and_without_their_beginning
     groups, branches, _, _ = conversations
     config = RunConfig(num_generations=2, algo=AlgoConfig(branching="deep"))
     compared = [
-        *with_advantages(config, groups, [[0.0, 1.0]] * 2),
-        *with_advantages(config, branches, [[1.0, 0.0]] * 2),
+        *with_advantages(config.algo, config.sample, groups, [[0.0, 1.0]] * 2),
+        *with_advantages(config.algo, config.sample, branches, [[1.0, 0.0]] * 2),
     ]
     parts = [part for group in compared for part in learned_parts(group)]
     assert [part.is_branch for part in parts] == [False] * 2 + [True] * 2

@@ -33,7 +33,7 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
         gpu_memory.reset_peaks(device)
         groups = engine.generate(prompts_P, num_samples=4, sampling=sampling_of(config), seed=0, step=step)
         rewards_P_G = [[0.0, 1.0, 0.0, 1.0]] * len(groups)
-        groups = drop_overlong(config, with_advantages(config, groups, rewards_P_G))
+        groups = drop_overlong(config, with_advantages(config.algo, config.sample, groups, rewards_P_G))
         assert gpu_memory.peak_bytes(device) > engine.num_bytes
         learner.step(groups)
         engine.publish(learner.version)

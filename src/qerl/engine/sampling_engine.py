@@ -71,6 +71,10 @@ class SamplingEngine(abc.ABC):
         return self._model.vocab_size
 
     @property
+    def max_positions(self) -> int:
+        return self._model.max_positions
+
+    @property
     def notices(self) -> list[str]:
         """Messages for the user about limits of this engine."""
         return []

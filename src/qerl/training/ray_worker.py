@@ -31,9 +31,7 @@ from qerl.types import Prompt, Sample
 class Episodes(Protocol):
     """Whatever makes episodes of an engine's samples, with a process that is started before the model."""
 
-    def engine(
-        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> ReplayingEngine: ...
+    def engine(self, engine: SamplingEngine) -> ReplayingEngine: ...
 
 
 MakeEpisodes = Callable[[], Episodes]
@@ -93,12 +91,7 @@ class Worker:
             raise UserError(f"--ray: {place} cannot load the environment or agent: {error}") from None
         tokenizer, _ = load_tokenizer_and_limit(config)
         model, inner = load_sampler(config, tokenizer)
-        stop_tokens = inner.stop_token_ids
-        engine = (
-            SingleTurns(inner)
-            if episodes is None
-            else episodes.engine(inner, max_positions=model.max_positions, stop_tokens=stop_tokens)
-        )
+        engine = SingleTurns(inner) if episodes is None else episodes.engine(inner)
         return _Loaded(model, inner, engine, AQN(model.noise_table, config))
 
     def place(self) -> str:

@@ -28,7 +28,7 @@ from qerl.tasks.rows import file_sources
 from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import StepLog
 from qerl.tracking.trust import remember_started
-from qerl.training.base_judge import let_base_judge
+from qerl.training.base_judge import BaseJudge
 from qerl.training.calibrated import with_calibrated_base
 from qerl.training.compile_plan import compile_while_loading
 from qerl.training.engines.branchable import BranchingEngine
@@ -46,7 +46,7 @@ from qerl.training.rollouts.distil import DistilRollouts, read_off_policy_rows
 from qerl.training.rollouts.partial import PartialRollouts
 from qerl.training.rollouts.rollout import GroupRollouts, Rewards, Rollouts, sampling_of
 from qerl.training.rollouts.teacher import Teacher, check_teacher, load_teacher, teacher_sources
-from qerl.training.run_shell import EndStep, OpenRun, evaluates_after, open_run
+from qerl.training.run_shell import EndStep, OpenRun, Training, evaluates_after, open_run
 from qerl.types import RolloutEngine, Sampling
 
 
@@ -94,7 +94,7 @@ def _load(
     return ReinforcementLearning(config, opened, pool, cluster, agents)
 
 
-class ReinforcementLearning:
+class ReinforcementLearning(Training):
     """The parts of the loop, what is logged beside it, and the evaluation of held-out prompts."""
 
     def __init__(
@@ -120,7 +120,9 @@ class ReinforcementLearning:
         longest = longest_prompt(config, [*first_P, *self._held_out_P]) + config.sample.max_tokens
         compile_while_loading(config, longest)
         self.decoder, self.engine = load_sampler(config, tokenizer)
-        let_base_judge(pool, self.decoder, self.engine, tokenizer, config)
+        judge = BaseJudge(self.decoder, self.engine, config.task.judge, config.engine)
+        for each in pool.own_judges:
+            each.answer_by(judge, f"{config.model.path} {config.model.format}")
         self._rewards: Rewards = pool if ranks.count == 1 else DataParallelRewards(pool, ranks)
         self.learner = planned_learner(
             self.decoder,
@@ -138,7 +140,7 @@ class ReinforcementLearning:
         self._rollouts = self._make_rollouts(tokenizer, rows)
         evaluates_teacher = self._teacher is not None and not pool.has_environment
         moments = ("before", "teacher") if evaluates_teacher else ("before",)
-        self.evaluations_before: tuple[str, ...] = moments if self._held_out_P else ()
+        self.evaluations_before = moments if self._held_out_P else ()
         self._first_step, self._metrics = 0, dict[str, float]()
         self.engine.expect(longest)
 
@@ -179,23 +181,17 @@ class ReinforcementLearning:
                 adapter=self.learner.adapter_state,
                 notice=self._journal.notice,
             )
-        max_positions = self.decoder.max_positions
         if agents is not None:
-            stop_tokens = self.engine.stop_token_ids
-            engine = agents.engine(self.engine, max_positions=max_positions, stop_tokens=stop_tokens)
-        else:
-            limit = max_positions - self.config.sample.max_tokens
-            engine = with_environment(self.engine, pool, self.config.task.environment, limit)
+            return _over_ranks(agents.engine(self.engine), self._ranks)
+        limit = self.engine.max_positions - self.config.sample.max_tokens
+        engine = with_environment(self.engine, pool, self.config.task.environment, limit)
         return _over_ranks(engine, self._ranks)
 
-    def quantization_lines(self) -> Iterator[str]:
+    def quantization_lines(self) -> Iterator[str | None]:
         config, model = self.config, self.config.model
         prompts = [prompt.tokens_T for prompt in self._task.train_prompts(0, config.num_prompts)]
-        lines = (
-            check_quantization(self.decoder, model.path, model.format, prompts),
-            check_teacher(self._teacher, config, self.decoder, prompts),
-        )
-        yield from filter(None, lines)
+        yield check_quantization(self.decoder, model.path, model.format, prompts)
+        yield check_teacher(self._teacher, config, self.decoder, prompts)
 
     def state(self) -> dict[str, Any]:
         return {"noise": self._aqn.state(), "rollouts": self._rollouts.state()}
@@ -293,6 +289,8 @@ def _make_episodes(config: RunConfig, pool: RewardPool, agents: Agents | None) -
     if agents is not None:
         return agents.make
     environment = pool.environment
+    if environment is None:
+        return None
     if isinstance(environment, str):
         environment = with_absolute_path(environment)
-    return None if environment is None else partial(EnvironmentEpisodes, config, environment)
+    return partial(EnvironmentEpisodes, config.task, config.sample, environment)

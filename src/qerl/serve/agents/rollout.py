@@ -65,13 +65,13 @@ class AgentPool:
         self._pool.stop()
         self._pipe.close()
 
-    def engine(
-        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> "AgentEngine":
-        """Return what samples episodes; max_positions: the model's."""
-        most = min(self._config.context_tokens, max_positions)
+    def engine(self, engine: SamplingEngine) -> "AgentEngine":
+        """Return what samples episodes."""
         model = LoadedModel(
-            engine=engine, tokenizer=engine.tokenizer, stop_tokens=stop_tokens, max_positions=most
+            engine=engine,
+            tokenizer=engine.tokenizer,
+            stop_tokens=engine.stop_token_ids,
+            max_positions=min(self._config.context_tokens, engine.max_positions),
         )
         self._endpoint = Endpoint(model, self._config)
         self._endpoint.start()

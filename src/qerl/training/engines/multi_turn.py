@@ -24,7 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.seeds import mix
-from qerl.config import EnvironmentConfig, RunConfig
+from qerl.config import EnvironmentConfig, SampleConfig, TaskConfig
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
@@ -309,17 +309,14 @@ def with_environment(
 class EnvironmentEpisodes:
     """The environment's process in a worker that samples for another process, which scores."""
 
-    def __init__(self, config: RunConfig, environment: Reward | str):
+    def __init__(self, task: TaskConfig, sample: SampleConfig, environment: Reward | str):
         """environment: see RewardPool."""
-        made = resolve(environment, config.task) if isinstance(environment, str) else environment
-        self._config = config
-        self.pool = RewardPool(dataclasses.replace(config.task, reward_weights=()), [made])
+        made = resolve(environment, task) if isinstance(environment, str) else environment
+        self._config, self._max_tokens = task.environment, sample.max_tokens
+        self.pool = RewardPool(dataclasses.replace(task, reward_weights=()), [made])
 
-    def engine(
-        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> MultiTurnEngine:
-        limit = max_positions - self._config.sample.max_tokens
-        return MultiTurnEngine(engine, self.pool, self._config.task.environment, limit)
+    def engine(self, engine: SamplingEngine) -> MultiTurnEngine:
+        return MultiTurnEngine(engine, self.pool, self._config, engine.max_positions - self._max_tokens)
 
 
 def _finished_sample(sample: Sample, episode: _Episode) -> Sample:

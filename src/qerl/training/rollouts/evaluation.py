@@ -86,10 +86,10 @@ def summarize(
     threshold: float | None,
 ) -> Evaluation:
     """Estimate reward, accuracy and pass@k from rewards and sampled tokens, both by prompt and sample."""
-    given_P_G = [[reward for reward in rewards_G if reward is not None] for rewards_G in rewards_P_G]
-    num_failed = sum(map(len, rewards_P_G)) - sum(map(len, given_P_G))
-    given_P_G = [given_G for given_G in given_P_G if given_G]
-    reward, reward_error = clustered_mean(given_P_G) if given_P_G else (None, None)
+    known_P_G = [[reward for reward in rewards_G if reward is not None] for rewards_G in rewards_P_G]
+    num_failed = sum(map(len, rewards_P_G)) - sum(map(len, known_P_G))
+    known_P_G = list(filter(None, known_P_G))
+    reward, reward_error = clustered_mean(known_P_G) if known_P_G else (None, None)
     accuracy, accuracy_error, powers = None, None, {}
     if threshold is not None:
         correct_P_G = [[is_correct(reward, threshold) for reward in rewards_G] for rewards_G in rewards_P_G]

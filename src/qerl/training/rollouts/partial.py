@@ -61,7 +61,7 @@ class PartialRollouts:
         config, resumed = self._config, self._carried
         in_work = sorted([*resumed, *self._begin(step)], key=lambda each: each.number)
         own = [each for each in in_work if self._rank_of(each.number) == self._ranks.index]
-        scores = OverlappedRewards(config, self._rewards)
+        scores = OverlappedRewards(config.task, config.model, self._rewards)
         with log.span("rollout"):
             learned, carried = self._sample_own(own, step, scores)
             counts = self._ranks.gather(self._cache_metrics(carried))
@@ -70,8 +70,8 @@ class PartialRollouts:
         groups_P = [group for _, group in learned]
         with log.span("reward"):
             rewards_P_G = scores.rewards(learned)
-        groups_P = with_advantages(config, groups_P, rewards_P_G)
-        log.add(**rollout_metrics(config, groups_P), rounds=1, **scores.metrics)
+        groups_P = with_advantages(config.algo, config.sample, groups_P, rewards_P_G)
+        log.add(**rollout_metrics(config.task, config.evaluate, groups_P), rounds=1, **scores.metrics)
         log.add(**self._metrics(groups_P, resumed))
         log.add(**{name: sum(each[name] for each in counts) for name in counts[0]})
         return groups_P

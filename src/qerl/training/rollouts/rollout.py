@@ -14,7 +14,7 @@ from qerl.algo.advantage import ADVANTAGES, is_informative
 from qerl.algo.dynamic_sampling import fill
 from qerl.algo.estimate import pass_at_powers
 from qerl.algo.overlong import OVERLONG
-from qerl.config import RunConfig
+from qerl.config import AlgoConfig, EvalConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.tasks.environment import says_error
 from qerl.tracking import StepLog
 from qerl.training.rollouts.admission import ADMISSION, PromptLengths
@@ -60,18 +60,18 @@ class GroupRollouts:
         kept_P, sampled_P, overlap, round = [], [], Counter[str](), 0
         for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
             prompts_P = self._train_prompts(step, config.num_prompts, round)
-            scores = OverlappedRewards(config, self._rewards)
+            scores = OverlappedRewards(config.task, config.model, self._rewards)
             with log.span("rollout"):
                 groups_P = self._generate(prompts_P, sampling, step, scores)
             with log.span("reward"):
                 rewards_P_G = scores.rewards(list(enumerate(groups_P)))
             overlap.update(scores.metrics)
-            groups_P = with_advantages(config, groups_P, rewards_P_G)
+            groups_P = with_advantages(config.algo, config.sample, groups_P, rewards_P_G)
             sampled_P += groups_P
             kept_P = fill(kept_P, groups_P, config.num_prompts) if config.algo.dynamic_sampling else groups_P
             if len(kept_P) == config.num_prompts:
                 break
-        log.add(**rollout_metrics(config, sampled_P), **overlap, rounds=round + 1)
+        log.add(**rollout_metrics(config.task, config.evaluate, sampled_P), **overlap, rounds=round + 1)
         return kept_P
 
     def _generate(
@@ -99,11 +99,11 @@ def sampling_of(config: RunConfig) -> Sampling:
 
 
 def with_advantages(
-    config: RunConfig, groups: list[Group], rewards_P_G: list[list[float | None]]
+    algo: AlgoConfig, sample: SampleConfig, groups: list[Group], rewards_P_G: list[list[float | None]]
 ) -> list[Group]:
     """Return the groups with each sample's reward, and its advantage over its siblings."""
-    penalized_P_G = [penalize_overlong(config, *pair) for pair in zip(groups, rewards_P_G, strict=True)]
-    advantages_P_G = ADVANTAGES[config.algo.advantage](penalized_P_G)
+    pairs = zip(groups, rewards_P_G, strict=True)
+    advantages_P_G = ADVANTAGES[algo.advantage]([_penalize_overlong(algo, sample, *pair) for pair in pairs])
     compared_P = []
     for group, rewards_G, advantages_G in zip(groups, rewards_P_G, advantages_P_G, strict=True):
         triples = zip(group.samples_G, rewards_G, advantages_G, strict=True)
@@ -112,11 +112,13 @@ def with_advantages(
     return compared_P
 
 
-def penalize_overlong(config: RunConfig, group: Group, rewards_G: list[float | None]) -> list[float | None]:
+def _penalize_overlong(
+    algo: AlgoConfig, sample: SampleConfig, group: Group, rewards_G: list[float | None]
+) -> list[float | None]:
     """Return the rewards less each sample's length penalty."""
-    penalty, max_tokens = OVERLONG[config.algo.overlong].penalty, config.sample.max_tokens
+    penalty = OVERLONG[algo.overlong].penalty
     return [
-        None if r is None else r + penalty(len(s.tokens_T), max_tokens, config.algo.overlong_buffer)
+        None if r is None else r + penalty(len(s.tokens_T), sample.max_tokens, algo.overlong_buffer)
         for r, s in zip(rewards_G, group.samples_G, strict=True)
     ]
 
@@ -137,23 +139,23 @@ def learned_parts(group: Group) -> list[Group]:
         return [group]
     by_prompt: dict[tuple[int, ...], Group] = {}
     for episode in group.samples_G:
-        own = {"reward": episode.reward, "advantage": episode.advantage}
+        scores = {"reward": episode.reward, "advantage": episode.advantage}
         parts = episode.episode.parts if episode.episode is not None else ()
         for part in sorted(parts, key=lambda each: (each.prompt.tokens_T, each.samples_G[0].tokens_T)):
-            found = by_prompt.setdefault(
+            group_of_prompt = by_prompt.setdefault(
                 tuple(part.prompt.tokens_T),
                 Group(prompt=part.prompt, samples_G=[], num_sampled=0, is_after_pivot=group.is_branch),
             )
-            found.samples_G.extend(dataclasses.replace(sample, **own) for sample in part.samples_G)
+            group_of_prompt.samples_G.extend(dataclasses.replace(s, **scores) for s in part.samples_G)
     return [dataclasses.replace(each, num_sampled=len(each.samples_G)) for each in by_prompt.values()]
 
 
-def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
+def rollout_metrics(task: TaskConfig, evaluate: EvalConfig, groups: list[Group]) -> dict[str, float]:
     """Return the metrics of the samples; one without a reward counts in num_failed_rewards only."""
     samples: list[Sample] = [sample for group in groups for sample in group.samples_G]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [len(sample.logprobs_T) for sample in samples]
-    threshold = config.evaluate.success_threshold
+    threshold = evaluate.success_threshold
     rewards_P_G = [[s.reward for s in group.samples_G if s.reward is not None] for group in groups]
     metrics = {"reward": fmean(rewards)} if rewards else {}
     return metrics | {
@@ -162,7 +164,7 @@ def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
         "mean_tokens": fmean(lengths),
         "sampled_tokens": sum(lengths),
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
-        "num_failed_rewards": len(samples) - len(rewards) if config.task.rewards else 0,
+        "num_failed_rewards": len(samples) - len(rewards) if task.rewards else 0,
         **multi_turn_metrics(samples),
         **agent_metrics(samples),
         **({} if threshold is None or not rewards else accuracy_metrics(rewards_P_G, threshold)),
@@ -217,7 +219,7 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
         "episode_parts": fmean(len(episode.parts) for episode in episodes),
         "waiting_share": fmean(episode.waiting_share for episode in episodes),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
-        **own_metrics(episodes),
+        **returned_metrics(episodes),
     }
 
 
@@ -226,7 +228,7 @@ def _num_restricted(episode: Episode) -> int:
     return sum(index is not None for each in allowed if each is not None for index in each.set_C)
 
 
-def own_metrics(episodes: list[Episode]) -> dict[str, float]:
+def returned_metrics(episodes: list[Episode]) -> dict[str, float]:
     """Return agent_NAME: the mean of each number that an agent returned beside its reward."""
     named: dict[str, list[float]] = {}
     for episode in episodes:

@@ -31,7 +31,7 @@ _PROBES = (
     "Grüße, наука, 漢字 and \U0001f642: naïve café",
 )
 _TOKEN_ID = "token_id:"
-_MOST_ABOVE_ONE = 1e-3
+_ROUNDING = 1e-3  # a logprob above 0, or probabilities above 1 in sum, by no more than this
 
 
 def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> None:
@@ -131,10 +131,10 @@ class EndpointTeacher:
         ids, logprobs = [token for token, _ in ranked], [value for _, value in ranked]
         if not all(0 <= token < self._vocab_size for token in ids):
             raise RequestFailed("unknown token", f"token {max(ids)} of {self._vocab_size}")
-        if not all(math.isfinite(value) and value <= 1e-3 for value in logprobs):
+        if not all(math.isfinite(value) and value <= _ROUNDING for value in logprobs):
             raise RequestFailed("not a number", f"top_logprobs {logprobs}")
         total = math.fsum(map(math.exp, logprobs))
-        if total > 1 + _MOST_ABOVE_ONE:
+        if total > 1 + _ROUNDING:
             raise RequestFailed("not logprobs", f"probabilities of one token's place add up to {total:.4f}")
         return ids, [*logprobs, math.log(max(1 - total, math.exp(LEAST_LOGPROB)))]
 
@@ -191,8 +191,8 @@ def _numbers(values: Any, places: list[int], num_tokens: int) -> list[float]:
     if not isinstance(values, list) or len(values) < num_tokens:
         count = len(values) if isinstance(values, list) else 0
         raise RequestFailed("too few logprobs", f"{count} for {num_tokens} tokens")
-    found = [values[place] for place in places]
-    if not all(type(value) in (int, float) and math.isfinite(value) and value <= 1e-3 for value in found):
-        wrong = next(v for v in found if type(v) not in (int, float) or not math.isfinite(v) or v > 1e-3)
-        raise RequestFailed("not a number", f"a logprob is {wrong!r}")
-    return [float(value) for value in found]
+    logprobs = [values[place] for place in places]
+    for value in logprobs:
+        if not (type(value) in (int, float) and math.isfinite(value) and value <= _ROUNDING):
+            raise RequestFailed("not a number", f"a logprob is {value!r}")
+    return [float(value) for value in logprobs]
