@@ -34,13 +34,13 @@ EndStep = Callable[[int, dict[str, float]], bool]
 
 
 class Training(Protocol):
-    """The part of a run that is its own: reinforcement learning (session.py), fine-tuning (sft.py)."""
+    """Part of a run that differs between reinforcement learning (session.py) and fine-tuning (sft.py)."""
 
     config: RunConfig
     decoder: PolicyModel
     engine: SamplingEngine
     sampler: RolloutEngine
-    """The engine, or what stands before it: it samples from the weights of the version published last."""
+    """The engine, or what wraps it for agents, environments, ranks or Ray."""
     learner: Learner
     evaluations_before: tuple[str, ...]
     """Names of the evaluations before the first step; none if nothing is held out."""
@@ -165,7 +165,7 @@ class Session:
         return 0, []
 
     def resume(self) -> int:
-        """Load, cut the folder's files there, and return the step to continue with."""
+        """Load, cut the folder's files at the step to continue with, and return it."""
         journal, training = self._run.journal, self._training
         first_step, notices = self.load()
         for notice in [*notices, *training.engine.notices]:

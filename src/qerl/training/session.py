@@ -124,14 +124,13 @@ class ReinforcementLearning(Training):
         for each in pool.own_judges:
             each.answer_by(judge, f"{config.model.path} {config.model.format}")
         self._rewards: Rewards = pool if ranks.count == 1 else DataParallelRewards(pool, ranks)
+        score = partial(self.engine.score, sampling=sampling_of(config), by_requests=agents is not None)
         self.learner = planned_learner(
             self.decoder,
             config,
             longest_prompt(config, first_P),
             notice=journal.notice,
-            score=partial(self.engine.score, sampling=sampling_of(config), by_requests=agents is not None)
-            if config.engine.exact
-            else None,
+            score=score if config.engine.exact else None,
             ranks=ranks,
         )
         self._aqn = AQN(self.decoder.noise_table, config, ranks.gather)
@@ -226,26 +225,21 @@ class ReinforcementLearning(Training):
         self._metrics = dict(log.metrics)
 
     def evaluate(self, moment: str) -> tuple[dict[str, float], str]:
-        """Return held-out reward and accuracy before or after training, or the teacher's, as it is measured
-        like the student."""
-        num_prompts, subject = len(self._held_out_P), "of the teacher"
-        if moment != "teacher":
-            subject = f"{moment} training"
-            self._journal.notice(f"answering held-out problems {subject}: {num_prompts}")
-        with self._journal.span("evaluate"), self._engine_of(moment) as engine:
-            figures = self.held_out_figures(engine)
+        """Return held-out reward and accuracy before or after training, or those of the teacher."""
+        num_prompts = len(self._held_out_P)
+        with contextlib.ExitStack() as stack:
+            if moment == "teacher":
+                assert self._teacher is not None  # evaluations_before
+                engine = _over_ranks(stack.enter_context(self._teacher.engine()), self._ranks)
+                subject = "of the teacher"
+            else:
+                engine, subject = self.sampler, f"{moment} training"
+                self._journal.notice(f"answering held-out problems {subject}: {num_prompts}")
+            with self._journal.span("evaluate"):
+                figures = self.held_out_figures(engine)
         temperature = self.config.sample.temperature
         text = evaluation.held_out_text(figures, subject, temperature=temperature, num_prompts=num_prompts)
         return figures, text
-
-    @contextlib.contextmanager
-    def _engine_of(self, moment: str) -> Iterator[RolloutEngine]:
-        if moment != "teacher":
-            yield self.sampler
-            return
-        assert self._teacher is not None  # evaluations_before
-        with self._teacher.engine() as engine:
-            yield _over_ranks(engine, self._ranks)
 
     def held_out_figures(self, engine: RolloutEngine) -> dict[str, float]:
         """Return accuracy, if there is one, and mean reward without noise: with the config's sampling, and
