@@ -9,10 +9,10 @@ def check_backend(config: RunConfig) -> None:
     """Raise UserError if transformers is to run the model and a setting needs our own decoder."""
     if backend_of(config.model) == "qerl":
         return
-    asked = next((name for name, is_asked in _needs_decoder(config).items() if is_asked), None)
-    if asked is not None:
+    setting = next((name for name, needs in _needs_decoder(config).items() if needs), None)
+    if setting is not None:
         raise UserError(
-            f"{asked} needs the package's own decoder, but transformers' code runs this model"
+            f"{setting} needs the package's own decoder, but transformers' code runs this model"
             " (model.backend): set it back to its default"
         )
 

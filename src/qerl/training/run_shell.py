@@ -210,8 +210,8 @@ class Session:
         next_step, state = step + 1, self._training.state()
         self._checkpoints.finished(next_step, state)
         asked = observer.after_step(step, metrics)
-        all_asked = ranks.gather((stop.requested or 0, asked.save, asked.stop))
-        requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))  # a later signal: next step
+        requests = ranks.gather((stop.requested or 0, asked.save, asked.stop))
+        requested, asks_save, asks_stop = map(max, zip(*requests, strict=True))  # a later signal: next step
         is_due = self._checkpoints.is_due(next_step, self._training.config.num_steps)
         saves = bool(requested or asks_save or asks_stop or is_due)
         if saves:

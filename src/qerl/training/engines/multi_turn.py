@@ -242,11 +242,11 @@ class MultiTurnEngine(ReplayingEngine):
                 episode.failure = Failure("different messages", message)
         if not opening:
             return prompt
-        given = prompt.messages or [{"role": "user", "content": prompt.text}]
-        if self._pool.extends_prompt:  # the first opening message continues the last one that was given
-            text = given[-1]["content"] + opening[0]["content"]
-            given, opening = given[:-1], [{**given[-1], "content": text}, *opening[1:]]
-        messages = [*given, *opening]
+        question = prompt.messages or [{"role": "user", "content": prompt.text}]
+        if self._pool.extends_prompt:  # the first opening message continues the last one of the prompt
+            text = question[-1]["content"] + opening[0]["content"]
+            question, opening = question[:-1], [{**question[-1], "content": text}, *opening[1:]]
+        messages = [*question, *opening]
         render = render_chat if self._between(prompt) is chat_reply_tokens else join_messages
         try:
             text, tokens_T = render(self._tokenizer, messages)

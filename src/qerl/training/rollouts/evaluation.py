@@ -67,17 +67,17 @@ def sample_and_score(
 
 
 def _progress(notice: Callable[[str], None], num: int, temperature: float) -> OnBurst:
-    """Return an on_burst that tells how many of so many prompts are answered."""
-    num_done, told_s = 0, time.monotonic()
+    """Return an on_burst that notices how many of the prompts are answered."""
+    num_done, noticed_s = 0, time.monotonic()
 
-    def tell(ended: list[tuple[int, Group]]) -> None:
-        nonlocal num_done, told_s
+    def notice_progress(ended: list[tuple[int, Group]]) -> None:
+        nonlocal num_done, noticed_s
         num_done += len(ended)
-        if time.monotonic() - told_s >= _NOTICE_EVERY_S:
-            told_s = time.monotonic()
+        if time.monotonic() - noticed_s >= _NOTICE_EVERY_S:
+            noticed_s = time.monotonic()
             notice(f"{num_done:,} of {num:,} problems answered at temperature {temperature:g}")
 
-    return tell
+    return notice_progress
 
 
 def summarize(

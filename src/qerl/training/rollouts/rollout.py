@@ -57,8 +57,9 @@ class GroupRollouts:
 
     def sample(self, step: int, log: StepLog) -> list[Group]:
         config, sampling = self._config, sampling_of(self._config)
-        kept_P, sampled_P, overlap, round = [], [], Counter[str](), 0
-        for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
+        is_dynamic = config.algo.dynamic_sampling
+        learned_P, sampled_P, overlap, round = [], [], Counter[str](), 0
+        for round in range(config.algo.max_rounds if is_dynamic else 1):
             prompts_P = self._train_prompts(step, config.num_prompts, round)
             scores = OverlappedRewards(config.task, config.model, self._rewards)
             with log.span("rollout"):
@@ -68,11 +69,11 @@ class GroupRollouts:
             overlap.update(scores.metrics)
             groups_P = with_advantages(config.algo, config.sample, groups_P, rewards_P_G)
             sampled_P += groups_P
-            kept_P = fill(kept_P, groups_P, config.num_prompts) if config.algo.dynamic_sampling else groups_P
-            if len(kept_P) == config.num_prompts:
+            learned_P = fill(learned_P, groups_P, config.num_prompts) if is_dynamic else groups_P
+            if len(learned_P) == config.num_prompts:
                 break
         log.add(**rollout_metrics(config.task, config.evaluate, sampled_P), **overlap, rounds=round + 1)
-        return kept_P
+        return learned_P
 
     def _generate(
         self, prompts_P: list[Prompt], sampling: Sampling, step: int, scores: OverlappedRewards

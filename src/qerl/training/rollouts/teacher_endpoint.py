@@ -67,12 +67,12 @@ class EndpointTeacher:
     def _check_tokens(self, text: str) -> None:
         expected = list(self._tokenizer(text)["input_ids"])
         choice = self._echoed(text)
-        given, logprobs = choice.get("prompt_token_ids"), choice["logprobs"].get("token_logprobs")
+        token_ids, logprobs = choice.get("prompt_token_ids"), choice["logprobs"].get("token_logprobs")
         count = len(logprobs) if isinstance(logprobs, list) else 0
-        if (given is not None and given != expected) or count != len(expected):
+        if (token_ids is not None and token_ids != expected) or count != len(expected):
             raise UserError(
                 f"distil.teacher {self._client.url}: splits {text!r} into other tokens than the student:"
-                f" {given or count}, here {expected}; take a teacher of the same family"
+                f" {token_ids or count}, here {expected}; take a teacher of the same family"
             )
 
     def _echoed(self, prompt: str | list[int]) -> Json:
@@ -94,8 +94,8 @@ class EndpointTeacher:
 
     def score(self, groups: list[Group]) -> list[list[TeacherLogprobs | Failure]]:
         pairs = [(group.prompt, sample) for group in groups for sample in group.samples_G]
-        found = iter(self._all(lambda pair: self._score(*pair), pairs))
-        return [[next(found) for _ in group.samples_G] for group in groups]
+        scores = iter(self._all(lambda pair: self._score(*pair), pairs))
+        return [[next(scores) for _ in group.samples_G] for group in groups]
 
     def _all(self, work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         with ThreadPoolExecutor(self._config.max_concurrent, "teacher") as pool:
@@ -123,11 +123,11 @@ class EndpointTeacher:
         if not isinstance(top, dict) or len(top) < self._top_k:
             raise RequestFailed("too few logprobs", f"fewer than distil.top_k {self._top_k} for a token")
         try:
-            found = {int(name.removeprefix(_TOKEN_ID)): float(value) for name, value in top.items()}
+            logprob_by_id = {int(name.removeprefix(_TOKEN_ID)): float(value) for name, value in top.items()}
         except (TypeError, ValueError):
             message = "the endpoint names tokens by their text, not by token_id:N"
             raise RequestFailed("no token ids", f"{message}; set distil.loss policy_gradient") from None
-        ranked = sorted(found.items(), key=lambda pair: -pair[1])[: self._top_k]
+        ranked = sorted(logprob_by_id.items(), key=lambda pair: -pair[1])[: self._top_k]
         ids, logprobs = [token for token, _ in ranked], [value for _, value in ranked]
         if not all(0 <= token < self._vocab_size for token in ids):
             raise RequestFailed("unknown token", f"token {max(ids)} of {self._vocab_size}")
