@@ -129,7 +129,7 @@ def measure(options: StartOptions, start_s: float) -> dict[str, Any]:
     first_step_s = time.time() - start_s
     rewards_G: list[float | None] = [float(g % 2) for g in range(_GROUP)]
     learner = Learner(decoder, config, notice=lambda text: None)
-    learner.step(with_advantages(config, groups, [rewards_G] * len(groups)))
+    learner.step(with_advantages(config.algo, config.sample, groups, [rewards_G] * len(groups)))
     _wait(config)
     times = {"imported_s": imported_s, "loaded_s": loaded_s, "first_step_s": first_step_s}
     report = TALLY.report()

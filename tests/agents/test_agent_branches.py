@@ -128,8 +128,8 @@ def test_branches_are_learned_from_with_their_weight_and_without_their_beginning
     groups, branches, _, _ = conversations
     config = RunConfig(num_generations=2, algo=AlgoConfig(branching="deep"))
     compared = [
-        *with_advantages(config, groups, [[0.0, 1.0]] * 2),
-        *with_advantages(config, branches, [[1.0, 0.0]] * 2),
+        *with_advantages(config.algo, config.sample, groups, [[0.0, 1.0]] * 2),
+        *with_advantages(config.algo, config.sample, branches, [[1.0, 0.0]] * 2),
     ]
     parts = [part for group in compared for part in learned_parts(group)]
     assert [part.is_branch for part in parts] == [False] * 2 + [True] * 2

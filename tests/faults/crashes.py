@@ -162,7 +162,7 @@ def _gone_on(recording: Recording, out: Path, declared: Declared) -> str | None:
         journal.start(config, recording.sources)
         if journal.result is not None:
             return None if declared.saved == config.num_steps else "a result before the last checkpoint"
-        check_vanished(config, out, journal)
+        check_vanished(out, journal, accepts_changes=config.accept_changes)
         found = checkpoint.load_latest(out / "checkpoints", learner)  # pyright: ignore[reportArgumentType]
         next_step = 0 if found is None else found.next_step
         journal.resume(next_step)

@@ -34,7 +34,7 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
         request = request_of(prompts_P, num_samples=4, sampling=sampling_of(config), seed=0, step=step)
         groups = engine.generate(request)
         rewards_P_G = [[0.0, 1.0, 0.0, 1.0]] * len(groups)
-        groups = drop_overlong(config, with_advantages(config, groups, rewards_P_G))
+        groups = drop_overlong(config, with_advantages(config.algo, config.sample, groups, rewards_P_G))
         assert gpu_memory.peak_bytes(device) > engine.num_bytes
         learner.step(groups)
         engine.publish(learner.version)

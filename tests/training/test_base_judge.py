@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 def judge_of(model, **settings):
     task = TaskConfig(judge=JudgeConfig(url="base", max_tokens=24, **settings), rewards=("judge",))
     config = RunConfig(task=task, noise=NoiseConfig(schedule="none"))
-    return BaseJudge(model.engine._decoder, model.engine, model.tokenizer, config)
+    return BaseJudge(model.engine._decoder, model.engine, config.task.judge, config.engine)
 
 
 def sampled(engine, tokenizer):

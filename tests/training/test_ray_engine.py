@@ -231,7 +231,7 @@ MADE = []
 
 
 def note_episodes(config, environment):
-    MADE.append(EnvironmentEpisodes(config, environment))
+    MADE.append(EnvironmentEpisodes(config.task, config.sample, environment))
     return MADE[-1]
 
 
@@ -259,11 +259,13 @@ def test_an_environment_that_is_given_in_python_is_sent_and_plays_in_the_worker(
 def test_an_agent_that_cannot_be_sent_or_imported_there_is_one_line(files):
     config = RunConfig(ray=RayConfig(address="local"))
     with pytest.raises(UserError, match=r"cannot be sent to workers .*: name it in the config as FILE\.py"):
-        Cluster(ray, config).start(partial(EnvironmentEpisodes, config, threading.Lock().acquire))
+        Cluster(ray, config).start(
+            partial(EnvironmentEpisodes, config.task, config.sample, threading.Lock().acquire)
+        )
     elsewhere = pickle.dumps(partial).replace(b"functools", b"functuuls")
     with pytest.raises(UserError, match="cannot load the environment or agent: No module named 'functuuls'"):
         Worker(config, elsewhere).place()
-    missing = pickle.dumps(partial(EnvironmentEpisodes, config, "/nowhere/game.py:Game"))
+    missing = pickle.dumps(partial(EnvironmentEpisodes, config.task, config.sample, "/nowhere/game.py:Game"))
     with pytest.raises(UserError, match=r"a worker on .* cannot load .*/nowhere/game\.py:Game: no such file"):
         Worker(config, missing).place()
 

@@ -176,7 +176,8 @@ def _step(
     meter.wait()
     sampled_s = time.perf_counter()
     rewards_G: list[float | None] = [float(g % 2) for g in range(config.num_generations)]
-    groups = drop_overlong(config, with_advantages(config, groups, [rewards_G] * len(groups)))
+    groups = with_advantages(config.algo, config.sample, groups, [rewards_G] * len(groups))
+    groups = drop_overlong(config, groups)
     learn_from_s = time.perf_counter()
     metrics = learner.step(groups)
     meter.wait()

@@ -10,9 +10,9 @@ def check_backend(config: RunConfig) -> None:
     """Raise UserError if transformers is to run the model and a setting needs our own decoder."""
     if backend_of(config.model) == "qerl":
         return
-    asked = holding(config, NEEDS_OUR_DECODER).partition(", ")[0]
-    if asked:
+    setting = holding(config, NEEDS_OUR_DECODER).partition(", ")[0]
+    if setting:
         raise UserError(
-            f"{asked} needs the package's own decoder, but transformers' code runs this model"
+            f"{setting} needs the package's own decoder, but transformers' code runs this model"
             " (model.backend): set it back to its default"
         )

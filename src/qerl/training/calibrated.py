@@ -45,7 +45,7 @@ def with_calibrated_base(config: RunConfig, ranks: Ranks, notice: Callable[[str]
         return config
     base = Path(config.out) / BASE
     ranks.from_first(
-        lambda: _check_base(config, base) if base.exists() else _write_base(config, base, notice)
+        lambda: _check_base(config.model, base) if base.exists() else _write_base(config, base, notice)
     )
     return with_stored_base(config, base.parent)
 
@@ -59,12 +59,12 @@ def refuse_calibration(model: ModelConfig) -> None:
         )
 
 
-def _check_base(config: RunConfig, base: Path) -> None:
+def _check_base(model: ModelConfig, base: Path) -> None:
     """Raise UserError if the folder was made of another model."""
     made_of = read_json(base / NOTE).get("model") if (base / NOTE).is_file() else None
-    if made_of != config.model.path:
+    if made_of != model.path:
         raise UserError(
-            f"{base}: was made of {made_of or 'an unknown model'}, not of {config.model.path};"
+            f"{base}: was made of {made_of or 'an unknown model'}, not of {model.path};"
             " choose another folder with --out"
         )
 
@@ -80,7 +80,7 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
     groups = _sampled(config, checkpoint, tokenizer, task)
     rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=torch.device(model.device))
-    decoder = _float_decoder(config, checkpoint, torch.float32, resident=False)
+    decoder = _float_decoder(checkpoint, torch.float32, model.device, resident=False)
     requantize(decoder, rows, notice=lambda text: None)
     prompts = [prompt.tokens_T for prompt in task.train_prompts(0, config.num_prompts)]
     if (line := check_quantization(decoder, model.path, f"nvfp4 by {model.calibrate}", prompts)) is not None:
@@ -92,10 +92,10 @@ def _sampled(
     config: RunConfig, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, task: Task
 ) -> list[tuple[list[int], list[list[int]]]]:
     """Return prompts, each with samples of the float model: CALIBRATION_TOKENS if the task has as many."""
-    decoder = _float_decoder(
-        config, checkpoint, COMPUTE[config.model.dtype], resident=config.model.operand == "resident"
-    )
-    stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
+    model = config.model
+    resident = model.operand == "resident"
+    decoder = _float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
+    stop_ids = stop_token_ids(tokenizer, locate(model.path))
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
     max_tokens = min(config.sample.max_tokens, MAX_SAMPLE_TOKENS)
     sampling = dataclasses.replace(sampling_of(config), max_tokens=max_tokens)
@@ -115,8 +115,7 @@ def _sampled(
     return list(found.values())
 
 
-def _float_decoder(
-    config: RunConfig, checkpoint: Checkpoint, compute: torch.dtype, *, resident: bool
-) -> Decoder:
-    device = torch.device(config.model.device)
-    return build_decoder(checkpoint, format="bf16", compute=compute, device=device, resident=resident)
+def _float_decoder(checkpoint: Checkpoint, compute: torch.dtype, device: str, *, resident: bool) -> Decoder:
+    return build_decoder(
+        checkpoint, format="bf16", compute=compute, device=torch.device(device), resident=resident
+    )

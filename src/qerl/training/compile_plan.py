@@ -7,7 +7,7 @@ the disk cache, so the run that meets other kernels, or this part's errors, comp
 
 import torch
 
-from qerl.config import RunConfig
+from qerl.config import AdapterConfig, ModelConfig, RunConfig
 from qerl.engine.decode.planned_kernels import planned_kernels
 from qerl.kernels.runtime.architectures import architecture_name
 from qerl.kernels.runtime.compile_ahead import BackgroundCompiler
@@ -28,7 +28,7 @@ def compile_while_loading(config: RunConfig, num_positions: int) -> BackgroundCo
     config.model has no `auto`; num_positions: of the longest prompt and sample that are expected.
     """
     device = torch.device(config.model.device)
-    if not has_tile_kernels(device) or not _is_planned(config):
+    if not has_tile_kernels(device) or not _is_planned(config.model, config.adapter):
         return None
     card = architecture_name(torch.cuda.get_device_capability(device))
 
@@ -42,10 +42,9 @@ def compile_while_loading(config: RunConfig, num_positions: int) -> BackgroundCo
     return compiler
 
 
-def _is_planned(config: RunConfig) -> bool:
+def _is_planned(model: ModelConfig, adapter: AdapterConfig) -> bool:
     """True for a model in tiles, or in BF16, that sampler and learner share."""
-    model = config.model
-    is_shared = model.sampler_format is None and config.adapter.kind == "lora"
+    is_shared = model.sampler_format is None and adapter.kind == "lora"
     is_bf16 = model.dtype == "bf16" and model.operand == "packed" and model.format != "fp8-flow"
     return is_shared and is_bf16 and backend_of(model) == "qerl"
 

@@ -11,10 +11,7 @@ from qerl.config import RunConfig
 from qerl.errors import RunError
 from qerl.learner.learner import Learner
 from qerl.tracking import Journal, NullJournal, StepLog
-from qerl.training.rollouts.branching import BranchingRollouts
-from qerl.training.rollouts.distil import DistilRollouts
-from qerl.training.rollouts.partial import PartialRollouts
-from qerl.training.rollouts.rollout import GroupRollouts, drop_overlong
+from qerl.training.rollouts.rollout import Rollouts, drop_overlong
 from qerl.types import RolloutEngine
 
 
@@ -22,7 +19,7 @@ from qerl.types import RolloutEngine
 class Parts:
     """The parts that a step works with."""
 
-    rollouts: GroupRollouts | PartialRollouts | BranchingRollouts | DistilRollouts
+    rollouts: Rollouts
     engine: RolloutEngine
     learner: Learner
     aqn: AQN

@@ -15,25 +15,18 @@ class Observer(Protocol):
     @property
     def reads_checkpoints(self) -> bool:
         """True if `finished` must not be called before the checkpoint is on the disk."""
-        ...
+        return False
 
     def begin(self, first_step: int) -> None:
         """Called once the model is loaded and a checkpoint resumed."""
 
     def after_step(self, step: int, metrics: dict[str, float]) -> Asked:
         """metrics: those of the step so far, without durations."""
-        ...
+        return Asked()
 
     def finished(self, step: int, is_saved: bool) -> None:
         """Called after each step and the copy of the state for a checkpoint that may follow it."""
 
 
-class NullObserver:
-    reads_checkpoints = False
-
-    def begin(self, first_step: int) -> None: ...
-
-    def after_step(self, step: int, metrics: dict[str, float]) -> Asked:
-        return Asked()
-
-    def finished(self, step: int, is_saved: bool) -> None: ...
+class NullObserver(Observer):
+    """Asks for nothing."""

@@ -95,8 +95,8 @@ def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> N
 def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:
     """Return the tokens that the memory plan takes for a prompt; an agent makes its own."""
     if config.agent.function is not None:
-        most = min(config.agent.context_tokens, max_positions_of(config.model))
-        return max(1, most - config.sample.max_tokens)
+        context_tokens = min(config.agent.context_tokens, max_positions_of(config.model))
+        return max(1, context_tokens - config.sample.max_tokens)
     return max(len(prompt.tokens_T) for prompt in prompts_P)
 
 
@@ -110,12 +110,12 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
         )
 
         check_backend(config)
-        found = load_transformers_model(
+        decoder = load_transformers_model(
             source, format=model.format, compute=compute, device=device, resident=resident
         )
-        check_rank(found, config.adapter)
-        add_adapter(found, config.adapter, seed=config.seed)
-        return found, TransformersEngine(found, tokenizer, config.engine, stop_token_ids=stop_ids)
+        check_rank(decoder, config.adapter)
+        add_adapter(decoder, config.adapter, seed=config.seed)
+        return decoder, TransformersEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
     decoder = build_decoder(
         source.open(),
         format=model.format,

@@ -138,19 +138,15 @@ class Preflight:
 
     @property
     def _chosen_kernels(self) -> Kernels:
-        return choose_kernels(self._config.engine.kernels, self._torch_device)
-
-    @property
-    def _torch_device(self) -> torch.device:
-        return torch.device(self._config.model.device)
+        return choose_kernels(self._config.engine.kernels, torch.device(self._config.model.device))
 
     def sandbox(self) -> Found:
         try:
-            found = choose(unsafe=self._config.task.code.unsafe)
+            sandbox = choose(unsafe=self._config.task.code.unsafe)
         except SandboxUnavailable as error:
             yield "note", f"programs cannot be confined, so the reward code is refused: {error}", {}
         else:
-            yield "ok", str(found), {"backend": found.backend}
+            yield "ok", str(sandbox), {"backend": sandbox.backend}
 
     def out(self) -> Found:
         folder = Path(self._config.out).absolute()
@@ -209,8 +205,8 @@ class Preflight:
             ranks={config.adapter.rank},
             page_tokens=config.engine.block_size,
         )
-        if (found := self._kernels(obstacle)) != self._of_device:
-            yield found
+        if (finding := self._kernels(obstacle)) != self._of_device:
+            yield finding
 
     def _of_transformers(self, source: ModelSource) -> tuple[Status, str, dict[str, Any]]:
         """Raise UserError if a setting needs our own decoder."""
@@ -271,9 +267,9 @@ class Preflight:
         rewards_P_G = self._pool.score(groups)
         rewards = [reward for (reward,) in rewards_P_G]
         has_answers = all(answer is not None for answer in answers)
-        given = "their own answers" if has_answers else "an empty text"
+        text = "their own answers" if has_answers else "an empty text"
         listed = ", ".join("none" if reward is None else f"{reward:g}" for reward in rewards)
-        yield "ok", f"{names}: {len(rewards)} rows with {given} as the sample: {listed}", {"rewards": rewards}
+        yield "ok", f"{names}: {len(rewards)} rows with {text} as the sample: {listed}", {"rewards": rewards}
         for failure in format_failures(self._pool.take_failures()):
             yield "note", failure, {}
         if has_answers and 0 in rewards and set(self._config.task.rewards) <= _COMPARE:

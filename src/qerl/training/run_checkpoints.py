@@ -1,14 +1,21 @@
 """The checkpoints of a run: the first rank reads and writes them, all ranks have the same learner.
 
+    steps     step s | copy state | step s + 1 | step s + 2 ...
+    thread                        | write, flush, rename |
+
 A step waits while the state is copied to host memory, and while the checkpoint before is still written:
-`checkpoint_hold_s`. A thread writes the copy: `checkpoint_write_s`.
+`checkpoint_hold_s`. A thread writes the copy: `checkpoint_write_s`. The end of a write, or its error, is
+taken after the step that runs meanwhile, or before the next write.
 """
 
 import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from qerl.config import CheckpointConfig, RunConfig
+from qerl.config import CheckpointConfig
 from qerl.errors import RunError, require
 from qerl.learner import Learner, checkpoint
 from qerl.learner.checkpoint import CheckpointError
@@ -16,10 +23,6 @@ from qerl.learner.distributed import Ranks
 from qerl.learner.host_copy import HostCopy
 from qerl.tracking import Journal, NullJournal
 from qerl.tracking.journal import resumes_from
-from qerl.tracking.report import write_report
-from qerl.training.checkpoint_writer import CheckpointWriter
-from qerl.training.observer import Observer
-from qerl.training.signals import StopSignal
 
 
 class RunCheckpoints:
@@ -57,42 +60,17 @@ class RunCheckpoints:
         """Load the newest intact checkpoint on the first rank, and copy the learner to the others, which may
         not see the folder; None if there is no checkpoint."""
         folder = self._folder / "checkpoints"
-        found = self._ranks.from_first(lambda: checkpoint.load_latest(folder, self._learner))
-        if found is not None and self._ranks.count > 1:
+        resumed = self._ranks.from_first(lambda: checkpoint.load_latest(folder, self._learner))
+        if resumed is not None and self._ranks.count > 1:
             state = self._ranks.from_first(self._learner.state)
             if not self._ranks.is_first:
                 self._learner.load(*state)
-        return found
+        return resumed
 
     def is_due(self, next_step: int, num_steps: int) -> bool:
         """True if a checkpoint is due before this step, or the run's folder has been moved."""
-        return next_step % self._config.every == 0 or next_step == num_steps or self._is_away()
-
-    def end_step(
-        self,
-        step: int,
-        num_steps: int,
-        stop: StopSignal,
-        observer: Observer,
-        metrics: dict[str, float],
-        extra: dict[str, Any] | None = None,
-    ) -> bool:
-        """Save if due; return True if the run is to stop here. A signal to any rank stops all of them, after
-        the first one has saved. extra: as in `save`."""
-        next_step, ranks = step + 1, self._ranks
-        self.finished(next_step, extra)
-        asked = observer.after_step(step, metrics)
-        all_asked = ranks.gather((stop.requested or 0, asked.save, asked.stop))
-        requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))  # a later signal: next step
-        saves = bool(requested or asks_save or asks_stop or self.is_due(next_step, num_steps))
-        if saves:
-            self.save(next_step, extra, waits=observer.reads_checkpoints)
-        observer.finished(step, is_saved=saves)
-        ranks.take_traffic()
-        if requested:
-            ranks.gather(None)
-            stop.request(requested)  # when one rank ends, torchrun signals the others
-        return bool(requested or asks_stop)
+        is_away = self._ranks.is_first and self._journal.place() != self._folder
+        return next_step % self._config.every == 0 or next_step == num_steps or is_away
 
     def save(self, next_step: int, extra: dict[str, Any] | None = None, *, waits: bool = False) -> None:
         """Begin to save where the folder is now, and wait for the end if asked to; raise RunError, after
@@ -148,32 +126,47 @@ class RunCheckpoints:
             self._learner.version = version
             self.save(next_step, extra)
         self.wait()
-        self.tell_saved()
+        self.notice_saved()
 
-    def tell_saved(self) -> None:
+    def notice_saved(self) -> None:
         """Say how a run that ends now is resumed."""
         if self._last_saved:
             self._journal.notice(resumes_from(self._last_saved))
 
-    def _is_away(self) -> bool:
-        return self._ranks.is_first and self._journal.place() != self._folder
+
+class CheckpointWriter:
+    """Owns the thread that writes, one checkpoint at a time; close() waits for it."""
+
+    def __init__(self):
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[float] | None = None
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Call `write` in the thread. `take` must have returned or raised the result of the call before."""
+        assert self._pending is None, "a checkpoint is still being written"
+        self._pending = self._pool.submit(_timed, write)
+
+    def take(self, *, waits: bool) -> float | None:
+        """Return the seconds of a write that has ended since the last call, or raise its error; None: none
+        was begun, or if this does not wait, it has not ended."""
+        pending = self._pending
+        if pending is None or not (waits or pending.done()):
+            return None
+        pending.exception()  # waits; a signal's exception leaves the write pending
+        self._pending = None
+        return pending.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
 
 
-def complete_result(folder: Path, journal: Journal | NullJournal, ranks: Ranks) -> dict[str, Any] | None:
-    """Return the result of a run that is complete, with its report; None if it is not."""
-    finished = ranks.from_first(lambda: journal.result)
-    if finished is None:
-        return None
-    more = "continue it with a larger --num-steps, or start another with --out"
-    journal.notice(f"{folder}: this run is already complete; {more}")
-    journal.catch_up()
-    # The report may be missing: for instance, the disk was full.
-    if ranks.is_first and not (folder / "report.html").exists():
-        write_report([folder], folder / "report.html")
-    return finished
+def _timed(write: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    write()
+    return time.perf_counter() - begin
 
 
-def check_vanished(config: RunConfig, folder: Path, journal: Journal | NullJournal) -> None:
+def check_vanished(folder: Path, journal: Journal | NullJournal, *, accepts_changes: bool) -> None:
     """Report that the newest recorded checkpoint is gone; without any, raise UserError unless accepted."""
     saved = journal.last_saved
     newest = max(checkpoint.saved_steps(folder / "checkpoints"), default=0)
@@ -181,25 +174,11 @@ def check_vanished(config: RunConfig, folder: Path, journal: Journal | NullJourn
         return
     gone = f"the checkpoint after step {saved} is gone"
     require(
-        newest > 0 or config.accept_changes,
+        newest > 0 or accepts_changes,
         f"{folder}: metrics.jsonl has {len(list(journal.steps()))} steps, but {gone} and there is no other:"
         " put checkpoints/ back, or start again with --accept-changes, or in another folder with --out",
     )
     journal.notice(f"{gone}; " + (f"the one after step {newest} is used" if newest else "starting again"))
-
-
-def kept_evaluations(
-    evaluations: dict[str, Any], first_step: int, config: RunConfig, journal: Journal | NullJournal
-) -> dict[str, Any]:
-    """Return the evaluations with which a run goes on: before the first step none, as they belong to an
-    earlier config. That after training has the number of its steps in its name if the run is given more of
-    them, and is dropped if steps before it are done again, as a later checkpoint is gone."""
-    kept = dict(evaluations) if first_step else {}
-    if first_step < config.num_steps and "after" in kept:
-        after = kept.pop("after")
-        if journal.last_saved <= first_step:
-            kept[f"after_{first_step}_steps"] = after
-    return kept
 
 
 def _away_text(folder: Path, place: Path | None, next_step: int) -> str:

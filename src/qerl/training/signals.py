@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM: during a step they wait until it is saved; otherwise they end the run at once.
 
-The handler only records the signal, and a thread tells of it: Python runs a handler within any call of the
+The handler only records the signal, and a thread announces it: Python runs a handler within any call of the
 main thread, and if that is the write of a line to the console, a second write there raises RuntimeError.
 """
 
@@ -15,19 +15,14 @@ from types import FrameType
 from qerl.errors import RunError, StoppedAtOnce
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
-
-
-def echo_s(num_ranks: int) -> float:
-    """Return StopSignal's echo_s for a run of so many ranks."""
-    return 0.0 if num_ranks == 1 else _ECHO_S
+ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
 
 
 class StopSignal:
     """Record the first signal while deferred; raise StoppedAtOnce on a second one, or on one outside."""
 
     def __init__(self, announce: Callable[[str], None], *, echo_s: float = 0.0):
-        """announce: called in a thread. echo_s: a signal within so many seconds of the first is the same one,
+        """announce: called in a thread. echo_s: a signal within this many seconds of the first is the same,
         forwarded by a launcher."""
         self._announce, self._echo_s = announce, echo_s
         self._first: dict[str, tuple[int, float]] = {}
@@ -51,8 +46,8 @@ class StopSignal:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        teller = threading.Thread(target=self._tell, name="signals", daemon=True)
-        teller.start()
+        announcer = threading.Thread(target=self._announce_received, name="signals", daemon=True)
+        announcer.start()
         previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
         try:
             yield
@@ -60,7 +55,7 @@ class StopSignal:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             self._received.put(None)
-            teller.join()
+            announcer.join()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -90,7 +85,7 @@ class StopSignal:
             raise StoppedAtOnce(128 + number)
         self._received.put(number)
 
-    def _tell(self) -> None:
+    def _announce_received(self) -> None:
         while (number := self._received.get()) is not None:
             with suppress(OSError, RunError):  # a full disk or closed console, as the next line finds
                 name = signal.Signals(number).name

@@ -231,5 +231,5 @@ def test_each_update_has_its_share_of_samples_and_of_branches(rng):
 
 def test_equal_rewards_of_all_branches_teach_nothing():
     group = Group(prompt=prompt(0, [1]), samples_G=[sample([1, 2]), sample([1, 3])], prefix_tokens=1)
-    (silent,) = with_advantages(CONFIG, [group], [[0.0, 0.0]])
+    (silent,) = with_advantages(CONFIG.algo, CONFIG.sample, [group], [[0.0, 0.0]])
     assert [s.advantage for s in silent.samples_G] == [0.0, 0.0]

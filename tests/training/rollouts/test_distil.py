@@ -23,7 +23,7 @@ from qerl.learner.plan.memory import memory_parts
 from qerl.learner.plan.shapes import read_architecture
 from qerl.models.packed_writer import write_quantized
 from qerl.models.peft.adapter import OtherAdapter, adapter_tensors
-from qerl.training.rollouts.distil import with_teacher
+from qerl.training.rollouts.distil import with_teacher_logprobs
 from qerl.training.rollouts.teacher import LocalTeacher
 from training.ranks import StartedRanks
 from training.test_session import metrics
@@ -287,7 +287,7 @@ def plain_norm(groups, config, gap):
 
 def taught_by(groups, decoder, config):
     found = LocalTeacher(_plain(decoder), config, decoder, None, print).score(groups)
-    return [with_teacher(*pair) for pair in zip(groups, found, strict=True)]
+    return [with_teacher_logprobs(*pair) for pair in zip(groups, found, strict=True)]
 
 
 def test_the_plan_counts_the_teacher():

@@ -158,4 +158,4 @@ def test_an_engine_that_fails_leaves_no_rewards_to_the_next_step(decoder):
 def test_by_default_rewards_overlap_where_they_do_not_slow_sampling(device, rewards, value, expected):
     task = TaskConfig(rewards=rewards, reward_overlap=value)
     config = dataclasses.replace(CONFIG, model=ModelConfig(device=device), task=task)
-    assert overlaps(config) == expected
+    assert overlaps(config.task, config.model) == expected

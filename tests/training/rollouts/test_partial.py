@@ -178,7 +178,8 @@ def two_ranks(steps, states=(None, None), config=CONFIG):
 
     def run(index):
         rollouts, engine = made[index]
-        rollouts.load(json.loads(json.dumps(states[index])))
+        if states[index] is not None:
+            rollouts.load(json.loads(json.dumps(states[index])))
         engine.publish(steps.start)
         return rollouts, sampled(rollouts, engine, steps)
 

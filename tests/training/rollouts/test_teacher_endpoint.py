@@ -62,7 +62,7 @@ def test_our_server_says_what_the_model_says_here(files, loss):
     )
     app, _ = app_of(model, max_body_bytes=20_000)
     with serving(app, max_body_bytes=20_000) as address:
-        away = EndpointTeacher(run_of(files, address, loss=loss, top_k=TOP), tokenizer, vocab_size=272)
+        away = EndpointTeacher(run_of(files, address, loss=loss, top_k=TOP).distil, tokenizer, vocab_size=272)
         asked = away.score(groups)
     config = run_of(files, files, loss=loss, top_k=TOP)
     student, _ = load_sampler(config, tokenizer)
@@ -161,7 +161,7 @@ def test_a_bad_answer_costs_its_sample_alone(files, bad, loss, cause):
             noise=config.noise,
             distil=DistilConfig(teacher=url, retries=0, timeout_s=0.5, loss=loss, top_k=TOP),
         )
-        teacher = EndpointTeacher(config, tokenizer, vocab_size=272)
+        teacher = EndpointTeacher(config.distil, tokenizer, vocab_size=272)
         found = list(itertools.chain(*teacher.score(groups_of(tokenizer, ("a", "b", "z", "c")))))
     assert [getattr(each, "cause", None) for each in found] == [None, cause, None]
     assert found[0].logprob_C.tolist() == [-1.0]
@@ -207,4 +207,4 @@ def test_an_endpoint_with_other_tokens_is_refused(files):
     other = staticmethod(lambda text: {"input_ids": [1, 2, 3]})
     with endpoint(files) as (url, kind, tokenizer), pytest.raises(UserError, match="into other tokens"):
         kind.tokenizer = other
-        EndpointTeacher(run_of(files, url), tokenizer, vocab_size=272)
+        EndpointTeacher(run_of(files, url).distil, tokenizer, vocab_size=272)

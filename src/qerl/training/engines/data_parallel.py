@@ -18,7 +18,7 @@ from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring
 from qerl.training.engines.branchable import Branchable, BranchingEngine
-from qerl.types import BegunSample, GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample
+from qerl.types import GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, UnfinishedSample
 
 
 class DataParallelEngine:
@@ -79,12 +79,12 @@ class DataParallelBatch:
         places = ranks.own(list(range(len(self._prompts_P))))[self._num_done :][: self.num_own]
         own_packed = _packed_groups([self._prompts_P[place] for place in places], own_P)
         of_ranks = ranks.gather(list(zip(places, own_packed, strict=True)))
-        found = {
+        by_place = {
             place: (rank, index, each)
             for rank, of_rank in enumerate(of_ranks)
             for index, (place, each) in enumerate(of_rank)
         }
-        ordered = [(place, *found[place]) for place in sorted(found)]
+        ordered = [(place, *by_place[place]) for place in sorted(by_place)]
         self._owners_P = [(rank, index) for _, rank, index, _ in ordered]
         self._groups_P = [_unpacked_group(self._prompts_P[place], each) for place, _, _, each in ordered]
         return self._groups_P
@@ -161,8 +161,8 @@ class DataParallelScoring:
         added = set().union(*self._ranks.gather(self._added))
         own = [pair for pair in keyed_P if pair[0] in self._added]
         own += self._ranks.own([pair for pair in keyed_P if pair[0] not in added])
-        found = dict(zip((key for key, _ in own), self._scoring.rewards(own), strict=True))
-        merged = {key: rewards_G for each in self._ranks.gather(found) for key, rewards_G in each.items()}
+        by_key = dict(zip((key for key, _ in own), self._scoring.rewards(own), strict=True))
+        merged = {key: rewards_G for each in self._ranks.gather(by_key) for key, rewards_G in each.items()}
         return [merged[key] for key, _ in keyed_P]
 
 
@@ -175,18 +175,18 @@ def _packed_groups(prompts_P: list[Prompt], groups_P: list[Group]) -> list[tuple
     ]
 
 
-def _unpacked_group(prompt: Prompt, given: tuple[Prompt | None, list[Any]]) -> Group:
-    opened, packed_G = given
+def _unpacked_group(prompt: Prompt, gathered: tuple[Prompt | None, list[Any]]) -> Group:
+    opened, packed_G = gathered
     return Group(prompt=opened or prompt, samples_G=[unpacked(sample) for sample in packed_G])
 
 
-def packed(sample: Sample | BegunSample) -> Any:
+def packed(sample: Sample | UnfinishedSample) -> Any:
     """Return the sample with arrays, which pickle to a third of the bytes of lists, and much faster."""
     tokens_T, logprobs_T = array("i", sample.tokens_T), array("d", sample.logprobs_T)
     return dataclasses.replace(sample, tokens_T=tokens_T, logprobs_T=logprobs_T)
 
 
 def unpacked(sample: Any) -> Any:
-    """Return a Sample or BegunSample with lists again."""
+    """Return a Sample or UnfinishedSample with lists again."""
     tokens_T, logprobs_T = sample.tokens_T.tolist(), sample.logprobs_T.tolist()
     return dataclasses.replace(sample, tokens_T=tokens_T, logprobs_T=logprobs_T)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.seeds import mix
-from qerl.config import EnvironmentConfig, RunConfig
+from qerl.config import EnvironmentConfig, SampleConfig, TaskConfig
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
@@ -223,11 +223,11 @@ class MultiTurnEngine(ReplayingEngine):
                 episode.failure = Failure("different messages", message)
         if not opening:
             return prompt
-        given = prompt.messages or [{"role": "user", "content": prompt.text}]
-        if self._pool.extends_prompt:  # the first opening message continues the last one that was given
-            text = given[-1]["content"] + opening[0]["content"]
-            given, opening = given[:-1], [{**given[-1], "content": text}, *opening[1:]]
-        messages = [*given, *opening]
+        question = prompt.messages or [{"role": "user", "content": prompt.text}]
+        if self._pool.extends_prompt:  # the first opening message continues the last one of the prompt
+            text = question[-1]["content"] + opening[0]["content"]
+            question, opening = question[:-1], [{**question[-1], "content": text}, *opening[1:]]
+        messages = [*question, *opening]
         render = render_chat if self._between(prompt) is chat_reply_tokens else join_messages
         try:
             text, tokens_T = render(self._tokenizer, messages)
@@ -290,15 +290,14 @@ def with_environment(
 class EnvironmentEpisodes:
     """The environment's process in a worker that samples for another process, which scores."""
 
-    def __init__(self, config: RunConfig, environment: Reward | str):
+    def __init__(self, task: TaskConfig, sample: SampleConfig, environment: Reward | str):
         """environment: see RewardPool."""
-        made = resolve(environment, config.task) if isinstance(environment, str) else environment
-        self._config = config
-        self.pool = RewardPool(dataclasses.replace(config.task, reward_weights=()), [made])
+        made = resolve(environment, task) if isinstance(environment, str) else environment
+        self._config, self._max_tokens = task.environment, sample.max_tokens
+        self.pool = RewardPool(dataclasses.replace(task, reward_weights=()), [made])
 
     def engine(self, engine: SamplingEngine) -> MultiTurnEngine:
-        limit = engine.max_positions - self._config.sample.max_tokens
-        return MultiTurnEngine(engine, self.pool, self._config.task.environment, limit)
+        return MultiTurnEngine(engine, self.pool, self._config, engine.max_positions - self._max_tokens)
 
 
 def _finished_sample(sample: Sample, episode: _Episode) -> Sample:

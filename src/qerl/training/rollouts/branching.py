@@ -10,6 +10,7 @@ with an environment and of agents' episodes, which begin with a turn, and in Ray
 
 import collections
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 
 from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
@@ -67,14 +68,13 @@ class BranchingRollouts:
         branched.sort(key=lambda each: place[each[0].prompt.index])
         # One batch, or all branches, may have no reward at all: the run goes on.
         self._rewards.check_some([rewards_G for _, rewards_G in scored])
-        groups = with_advantages(config, [g for g, _ in scored], [rewards_G for _, rewards_G in scored])
-        branches = with_advantages(
-            config, [g for g, _, _ in branched], [rewards_G for _, rewards_G, _ in branched]
-        )
+        compared = partial(with_advantages, config.algo, config.sample)
+        groups = compared([g for g, _ in scored], [rewards_G for _, rewards_G in scored])
+        branches = compared([g for g, _, _ in branched], [rewards_G for _, rewards_G, _ in branched])
         tries = [
             Try(ratio, self._succeeded(each)) for (*_, ratio), each in zip(branched, branches, strict=True)
         ]
-        log.add(**rollout_metrics(config, groups), rounds=1)
+        log.add(**rollout_metrics(config.task, config.evaluate, groups), rounds=1)
         log.add(**self._branch_metrics(branches, tries, success))
         self._tries += tries
         return groups + branches
@@ -124,7 +124,6 @@ class BranchingRollouts:
         return metrics
 
     def state(self) -> list[list[float]]:
-        """Return what a checkpoint stores, as JSON values."""
         return [[each.ratio, float(each.succeeded)] for each in self._tries]
 
     def load(self, state: Sequence[Sequence[float]]) -> None:

@@ -25,8 +25,8 @@ from qerl.tasks.scoring import Failure
 from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import StepLog
 from qerl.training.rollouts.rollout import GroupRollouts, Rewards, TrainPrompts
-from qerl.training.rollouts.teacher import Scores, Teacher
-from qerl.types import Group, RolloutEngine, Sample, TeacherLogprobs
+from qerl.training.rollouts.teacher import Teacher
+from qerl.types import Group, RolloutEngine, TeacherLogprobs
 
 
 class DistilRollouts:
@@ -42,7 +42,7 @@ class DistilRollouts:
         ranks: Ranks,
         notice: Callable[[str], None],
     ):
-        """rows: of `read_given_rows`."""
+        """rows: of `read_off_policy_rows`."""
         self._teacher, self._rows, self._ranks, self._notice = teacher, rows, ranks, notice
         num_replaced = round(config.distil.off_policy_share * config.num_prompts)
         self._num_rows = num_replaced * config.num_generations
@@ -55,6 +55,14 @@ class DistilRollouts:
             )
             self._sampled = GroupRollouts(sampled, engine, rewards, train_prompts)
 
+    def state(self) -> dict[str, float] | None:
+        """None: all groups are rows."""
+        return None if self._sampled is None else self._sampled.state()
+
+    def load(self, state: dict[str, float] | None) -> None:
+        if self._sampled is not None and state is not None:
+            self._sampled.load(state)
+
     def sample(self, step: int, log: StepLog) -> list[Group]:
         """Return the step's groups, each sample with the teacher's logprobs."""
         groups = [] if self._sampled is None else self._sampled.sample(step, log)
@@ -62,44 +70,43 @@ class DistilRollouts:
             groups = [*groups, *self._rows.batch(step, self._num_rows)]
         with log.span("teacher"):
             own = self._teacher.score(self._ranks.own(groups))
-            found_P = self._ranks.interleave(self._ranks.gather(own))
-        failures = Counter(f.cause for found_G in found_P for f in found_G if isinstance(f, Failure))
-        log.add(num_failed_teacher=failures.total())
-        self._report(failures, found_P)
-        return [with_teacher(*pair) for pair in zip(groups, found_P, strict=True)]
+            scores_P_G = self._ranks.interleave(self._ranks.gather(own))
+        failures = [score for scores_G in scores_P_G for score in scores_G if isinstance(score, Failure)]
+        log.add(num_failed_teacher=len(failures))
+        self._report(failures, sum(map(len, scores_P_G)))
+        return [with_teacher_logprobs(*pair) for pair in zip(groups, scores_P_G, strict=True)]
 
-    def _report(self, failures: Counter[str], found_P: Scores) -> None:
-        """Notice each cause with an example; raise RunError if no sample is left."""
-        examples = {f.cause: f.message for found_G in found_P for f in found_G if isinstance(f, Failure)}
-        count = sum(map(len, found_P))
-        if count and failures.total() == count:
-            cause = failures.most_common(1)[0][0]
+    def _report(self, failures: list[Failure], num_samples: int) -> None:
+        """Notice each cause with an example; raise RunError if every sample has failed."""
+        counts = Counter(failure.cause for failure in failures)
+        examples = {failure.cause: failure.message for failure in failures}
+        if failures and len(failures) == num_samples:
+            cause, count = counts.most_common(1)[0]
             raise RunError(
-                f"distil.teacher: no sample of the step has the teacher's logprobs; {failures[cause]} of"
-                f" {count}: {cause}: {examples[cause]}; the same command resumes from the last checkpoint"
+                f"distil.teacher: no sample of the step has the teacher's logprobs; {count} of {num_samples}:"
+                f" {cause}: {examples[cause]}; the same command resumes from the last checkpoint"
             )
-        for cause, number in failures.items():
-            samples = quantity(number, "sample")
+        for cause, count in counts.items():
+            samples = quantity(count, "sample")
             self._notice(f"no teacher's logprobs for {samples}: {cause}: {examples[cause]}")
 
 
-def with_teacher(group: Group, found_G: list[TeacherLogprobs | Failure]) -> Group:
-    """Return the group, each sample with what the teacher says of it; without where that failed."""
+def with_teacher_logprobs(group: Group, scores_G: list[TeacherLogprobs | Failure]) -> Group:
+    """Return the group with the teacher's logprobs of each sample, except where that failed."""
+    samples_G = [
+        sample if isinstance(score, Failure) else dataclasses.replace(sample, teacher=score)
+        for sample, score in zip(group.samples_G, scores_G, strict=True)
+    ]
+    return dataclasses.replace(group, samples_G=samples_G)
 
-    def taught(sample: Sample, found: TeacherLogprobs | Failure) -> Sample:
-        return sample if isinstance(found, Failure) else dataclasses.replace(sample, teacher=found)
 
-    pairs = zip(group.samples_G, found_G, strict=True)
-    return dataclasses.replace(group, samples_G=[taught(*pair) for pair in pairs])
-
-
-def read_given_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows | None:
+def read_off_policy_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows | None:
     """Read distil.data as `qerl sft` does; None without off_policy_share."""
     distil, source = config.distil, locate(config.model.path)
     if not (distil.is_on and distil.off_policy_share):
         return None
     check_file("distil.data", distil.data)
     max_length = min(2048, architecture_of(source.open()).max_positions)  # that of qerl sft
-    given = SftConfig(data=distil.data, split=distil.split, eval_fraction=0.0, max_length=max_length)
+    sft = SftConfig(data=distil.data, split=distil.split, eval_fraction=0.0, max_length=max_length)
     stop_ids = stop_token_ids(tokenizer, source)
-    return SftRows.read(given, tokenizer, stop_ids, max_evaluated=0, seed=config.seed)
+    return SftRows.read(sft, tokenizer, stop_ids, max_evaluated=0, seed=config.seed)

@@ -63,17 +63,17 @@ def sample_and_score(
 
 
 def _progress(notice: Callable[[str], None], num: int, temperature: float) -> OnBurst:
-    """Return an on_burst that tells how many of so many prompts are answered."""
-    num_done, told_s = 0, time.monotonic()
+    """Return an on_burst that notices how many of the prompts are answered."""
+    num_done, noticed_s = 0, time.monotonic()
 
-    def tell(ended: list[tuple[int, Group]]) -> None:
-        nonlocal num_done, told_s
+    def notice_progress(ended: list[tuple[int, Group]]) -> None:
+        nonlocal num_done, noticed_s
         num_done += len(ended)
-        if time.monotonic() - told_s >= _NOTICE_EVERY_S:
-            told_s = time.monotonic()
+        if time.monotonic() - noticed_s >= _NOTICE_EVERY_S:
+            noticed_s = time.monotonic()
             notice(f"{num_done:,} of {num:,} problems answered at temperature {temperature:g}")
 
-    return tell
+    return notice_progress
 
 
 def summarize(
@@ -82,10 +82,10 @@ def summarize(
     threshold: float | None,
 ) -> Evaluation:
     """Estimate reward, accuracy and pass@k from rewards and sampled tokens, both by prompt and sample."""
-    given_P_G = [[reward for reward in rewards_G if reward is not None] for rewards_G in rewards_P_G]
-    num_failed = sum(map(len, rewards_P_G)) - sum(map(len, given_P_G))
-    given_P_G = [given_G for given_G in given_P_G if given_G]
-    reward, reward_error = clustered_mean(given_P_G) if given_P_G else (None, None)
+    known_P_G = [[reward for reward in rewards_G if reward is not None] for rewards_G in rewards_P_G]
+    num_failed = sum(map(len, rewards_P_G)) - sum(map(len, known_P_G))
+    known_P_G = list(filter(None, known_P_G))
+    reward, reward_error = clustered_mean(known_P_G) if known_P_G else (None, None)
     accuracy, accuracy_error, powers = None, None, {}
     if threshold is not None:
         correct_P_G = [[is_correct(reward, threshold) for reward in rewards_G] for rewards_G in rewards_P_G]

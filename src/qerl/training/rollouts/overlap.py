@@ -10,7 +10,7 @@ scoring after sampling (tests/training/rollouts/test_overlap.py).
 
 from collections.abc import Sequence
 
-from qerl.config import RunConfig
+from qerl.config import ModelConfig, TaskConfig
 from qerl.tasks import RewardPool
 from qerl.training.engines.data_parallel import DataParallelRewards
 from qerl.types import Group, OnBurst
@@ -21,9 +21,9 @@ Rewards = RewardPool | DataParallelRewards
 class OverlappedRewards:
     """The rewards of one call of an engine."""
 
-    def __init__(self, config: RunConfig, rewards: Rewards):
+    def __init__(self, task: TaskConfig, model: ModelConfig, rewards: Rewards):
         self._rewards = rewards
-        self._scoring = rewards.begin() if overlaps(config) else None
+        self._scoring = rewards.begin() if overlaps(task, model) else None
 
     def on_burst(self, keys: Sequence[int | None]) -> OnBurst | None:
         """Return what the engine calls after each burst, None without overlap. keys: of each group of the
@@ -55,10 +55,8 @@ class OverlappedRewards:
         return rewards_P_G
 
 
-def overlaps(config: RunConfig) -> bool:
+def overlaps(task: TaskConfig, model: ModelConfig) -> bool:
     """True if rewards run while the engine samples."""
-    task = config.task
     waits_only = set(task.rewards) == {"judge"}
-    return {"always": True, "never": False, "auto": config.model.device == "cuda" or waits_only}[
-        task.reward_overlap
-    ]
+    is_free = model.device == "cuda" or waits_only  # of the CPU's cores
+    return {"always": True, "never": False, "auto": is_free}[task.reward_overlap]

@@ -32,7 +32,7 @@ from qerl.tracking import StepLog
 from qerl.training.engines.data_parallel import packed, unpacked
 from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
 from qerl.training.rollouts.rollout import TrainPrompts, rollout_metrics, sampling_of, with_advantages
-from qerl.types import BegunGroup, BegunSample, Group
+from qerl.types import Group, UnfinishedGroup, UnfinishedSample
 
 
 class InWork(NamedTuple):
@@ -40,7 +40,7 @@ class InWork(NamedTuple):
 
     number: int
     first_step: int
-    begun: BegunGroup
+    group: UnfinishedGroup
 
 
 class PartialRollouts:
@@ -58,11 +58,10 @@ class PartialRollouts:
         """Those of all ranks, by number."""
 
     def sample(self, step: int, log: StepLog) -> list[Group]:
-        """Return the step's groups with rewards and advantages."""
         config, resumed = self._config, self._carried
         in_work = sorted([*resumed, *self._begin(step)], key=lambda each: each.number)
         own = [each for each in in_work if self._rank_of(each.number) == self._ranks.index]
-        scores = OverlappedRewards(config, self._rewards)
+        scores = OverlappedRewards(config.task, config.model, self._rewards)
         with log.span("rollout"):
             learned, carried = self._sample_own(own, step, scores)
             counts = self._ranks.gather(self._cache_metrics(carried))
@@ -71,8 +70,8 @@ class PartialRollouts:
         groups_P = [group for _, group in learned]
         with log.span("reward"):
             rewards_P_G = scores.rewards(learned)
-        groups_P = with_advantages(config, groups_P, rewards_P_G)
-        log.add(**rollout_metrics(config, groups_P), rounds=1, **scores.metrics)
+        groups_P = with_advantages(config.algo, config.sample, groups_P, rewards_P_G)
+        log.add(**rollout_metrics(config.task, config.evaluate, groups_P), rounds=1, **scores.metrics)
         log.add(**self._metrics(groups_P, resumed))
         log.add(**{name: sum(each[name] for each in counts) for name in counts[0]})
         return groups_P
@@ -90,7 +89,7 @@ class PartialRollouts:
             return has_due and sum(complete_P) >= share
 
         left = self._engine.continue_groups(
-            [each.begun for each in own],
+            [each.group for each in own],
             is_enough=is_enough,
             sampling=sampling_of(config),
             seed=config.seed,
@@ -103,7 +102,7 @@ class PartialRollouts:
             if group is not None and len(learned) < share:
                 learned.append((each.number, group))
             else:
-                carried.append(each._replace(begun=after))
+                carried.append(each._replace(group=after))
         return learned, carried
 
     def _gather(
@@ -114,46 +113,46 @@ class PartialRollouts:
             return learned, carried
         by_number = {each.number: each for each in in_work}
         own_learned = [(number, [packed(s) for s in group.samples_G]) for number, group in learned]
-        own_carried = [(n, [packed(s) for s in begun.without_cache().samples_G]) for n, _, begun in carried]
+        own_carried = [(n, [packed(s) for s in group.without_cache().samples_G]) for n, _, group in carried]
         learned = []  # the caches of what this rank carries stay here
         for index, (rank_learned, rank_carried) in enumerate(self._ranks.gather((own_learned, own_carried))):
             for number, samples_G in rank_learned:
-                prompt = by_number[number].begun.prompt
+                prompt = by_number[number].group.prompt
                 learned.append((number, Group(prompt=prompt, samples_G=[unpacked(s) for s in samples_G])))
             if index == self._ranks.index:
                 continue
             for number, samples_G in rank_carried:
                 each = by_number[number]
-                begun = dataclasses.replace(each.begun, samples_G=[unpacked(s) for s in samples_G])
-                carried.append(each._replace(begun=begun))
+                group = dataclasses.replace(each.group, samples_G=[unpacked(s) for s in samples_G])
+                carried.append(each._replace(group=group))
         return sorted(learned, key=itemgetter(0)), sorted(carried, key=itemgetter(0))
 
     def _begin(self, step: int) -> list[InWork]:
         """Return new groups of all ranks, up to the number in work, but no more than the run still learns
         from. A rank has learned from its share of each earlier step, and begun that and what it carries."""
-        config, begun = self._config, []
+        config, new = self._config, []
         places = list(range(config.num_prompts))
         for index in range(self._ranks.count):
             rank = Ranks(index, self._ranks.count)
             own, extra = rank.own(places), rank.own(places[: config.rollout.extra_prompts])
             num_carried = sum(self._rank_of(each.number) == index for each in self._carried)
-            most = min(len(own) + len(extra), (config.num_steps - step) * len(own))
+            num_in_work = min(len(own) + len(extra), (config.num_steps - step) * len(own))
             first = step * len(own) + num_carried
-            for k in range(first, first + most - num_carried):
+            for k in range(first, first + num_in_work - num_carried):
                 number = k // len(own) * config.num_prompts + own[k % len(own)]
-                fresh = [BegunSample()] * config.num_generations
-                begun.append(InWork(number, step, self._group(number, fresh)))
-        return begun
+                fresh = [UnfinishedSample()] * config.num_generations
+                new.append(InWork(number, step, self._group(number, fresh)))
+        return new
 
     def _rank_of(self, number: int) -> int:
         """Return the rank that samples the run's prompt of this number."""
         return number % self._config.num_prompts % self._ranks.count
 
-    def _group(self, number: int, samples_G: list[BegunSample]) -> BegunGroup:
+    def _group(self, number: int, samples_G: list[UnfinishedSample]) -> UnfinishedGroup:
         """Return the run's prompt of this number, which would be learned from at seed_step otherwise."""
         seed_step, place = divmod(number, self._config.num_prompts)
         prompt = self._train_prompts(seed_step, self._config.num_prompts, 0)[place]
-        return BegunGroup(prompt=prompt, seed_step=seed_step, samples_G=samples_G)
+        return UnfinishedGroup(prompt=prompt, seed_step=seed_step, samples_G=samples_G)
 
     def _metrics(self, learned: list[Group], resumed: list[InWork]) -> dict[str, float]:
         """Return the step's own tokens, what was carried and resumed, in unfinished samples, and the learned
@@ -171,7 +170,7 @@ class PartialRollouts:
             "sampled_tokens": len(of_tokens) + carried_tokens - _num_tokens(resumed),
             "carried_samples": _num_unfinished(self._carried),
             "carried_tokens": carried_tokens,
-            "carried_complete_groups": sum(each.begun.is_complete for each in self._carried),
+            "carried_complete_groups": sum(each.group.is_complete for each in self._carried),
             "resumed_samples": _num_unfinished(resumed),
             "staleness": fmean(of_tokens),
             "staleness_max": max(of_tokens),
@@ -183,43 +182,41 @@ class PartialRollouts:
         stats = self._engine.stats
         metrics: dict[str, float] = {"prefill_tokens": stats.prefill_tokens}
         if self._config.rollout.keep_kv_cache:
-            num_bytes = sum(each.begun.cache_bytes for each in carried)
+            num_bytes = sum(each.group.cache_bytes for each in carried)
             metrics |= {"reused_tokens": stats.reused_tokens, "carried_gb": num_bytes / 1e9}
         return metrics
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores, as JSON values: on every rank what all ranks carry."""
         groups = [
-            {"number": number, "first_step": first, "samples": [_stored(s) for s in begun.samples_G]}
-            for number, first, begun in self._carried
+            {"number": number, "first_step": first, "samples": [_stored(s) for s in group.samples_G]}
+            for number, first, group in self._carried
         ]
         return {"num_ranks": self._ranks.count, "groups": groups}
 
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Continue with this state; None: a checkpoint of a run that carried nothing. Raise UserError if
-        groups are carried and the number of ranks, which divide them, is another."""
-        stored = {"groups": []} if state is None else state
-        saved_by, count = stored.get("num_ranks", 1), self._ranks.count
+    def load(self, state: dict[str, Any]) -> None:
+        """Raise UserError if groups are carried and the number of ranks, which divide them, is another."""
+        saved_by, count = state["num_ranks"], self._ranks.count
         require(
-            not stored["groups"] or saved_by == count,
+            not state["groups"] or saved_by == count,
             f"this run carries unfinished samples of {saved_by} ranks (rollout.partial): continue it with"
             f" {saved_by}, not {count}",
         )
         self._carried = [
             InWork(g["number"], g["first_step"], self._group(g["number"], [_read(s) for s in g["samples"]]))
-            for g in stored["groups"]
+            for g in state["groups"]
         ]
 
 
 def _num_tokens(groups: list[InWork]) -> int:
-    return sum(len(s.tokens_T) for each in groups for s in each.begun.samples_G)
+    return sum(len(s.tokens_T) for each in groups for s in each.group.samples_G)
 
 
 def _num_unfinished(groups: list[InWork]) -> int:
-    return sum(s.finish is None for each in groups for s in each.begun.samples_G)
+    return sum(s.finish is None for each in groups for s in each.group.samples_G)
 
 
-def _stored(sample: BegunSample) -> dict[str, Any]:
+def _stored(sample: UnfinishedSample) -> dict[str, Any]:
     routes = None if sample.routes is None else base64.b64encode(sample.routes).decode()
     return {
         "tokens": list(sample.tokens_T),
@@ -230,8 +227,8 @@ def _stored(sample: BegunSample) -> dict[str, Any]:
     }
 
 
-def _read(data: dict[str, Any]) -> BegunSample:
-    return BegunSample(
+def _read(data: dict[str, Any]) -> UnfinishedSample:
+    return UnfinishedSample(
         tokens_T=data["tokens"],
         logprobs_T=data["logprobs"],
         versions=tuple((version, count) for version, count in data["versions"]),

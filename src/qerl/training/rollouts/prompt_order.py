@@ -27,9 +27,8 @@ class PromptLengths:
         """Return what a checkpoint stores, as JSON values."""
         return {str(index): mean for index, mean in self._mean.items()}
 
-    def load(self, state: dict[str, float] | None) -> None:
-        """None: a checkpoint of a run without it."""
-        self._mean = {int(index): mean for index, mean in (state or {}).items()}
+    def load(self, state: dict[str, float]) -> None:
+        self._mean = {int(index): mean for index, mean in state.items()}
 
 
 def fifo(prompts_P: list[Prompt], lengths: PromptLengths) -> list[int]:

@@ -8,12 +8,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
+from typing import Any, Protocol
 
 from qerl.algo.advantage import ADVANTAGES, is_informative
 from qerl.algo.dynamic_sampling import fill
 from qerl.algo.estimate import pass_at_powers
 from qerl.algo.overlong import OVERLONG
-from qerl.config import RunConfig
+from qerl.config import AlgoConfig, EvalConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.tasks.environment import says_error
 from qerl.tracking import StepLog
 from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
@@ -24,6 +25,20 @@ TrainPrompts = Callable[[int, int, int], list[Prompt]]
 """(step, num_prompts, round) -> the prompts of that round."""
 
 
+class Rollouts(Protocol):
+    """Source of the groups of each step."""
+
+    def sample(self, step: int, log: StepLog) -> list[Group]:
+        """Return the step's groups with rewards and advantages, or with the teacher's logprobs."""
+        ...
+
+    def state(self) -> Any:
+        """Return what a checkpoint stores, as JSON values."""
+        ...
+
+    def load(self, state: Any) -> None: ...
+
+
 class GroupRollouts:
     """Samples every group of a step at once."""
 
@@ -32,36 +47,43 @@ class GroupRollouts:
     ):
         self._config, self._engine, self._rewards = config, engine, rewards
         self._train_prompts = train_prompts
-        self.lengths = PromptLengths()
+        self._lengths = PromptLengths()
+
+    def state(self) -> dict[str, float]:
+        return self._lengths.state()
+
+    def load(self, state: dict[str, float]) -> None:
+        self._lengths.load(state)
 
     def sample(self, step: int, log: StepLog) -> list[Group]:
         """Return the step's groups with rewards and advantages."""
         config = self._config
-        kept_P, sampled_P, overlap, round = [], [], Counter[str](), 0
-        for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
+        is_dynamic = config.algo.dynamic_sampling
+        learned_P, sampled_P, overlap, round = [], [], Counter[str](), 0
+        for round in range(config.algo.max_rounds if is_dynamic else 1):
             prompts_P = self._train_prompts(step, config.num_prompts, round)
-            scores = OverlappedRewards(config, self._rewards)
+            scores = OverlappedRewards(config.task, config.model, self._rewards)
             with log.span("rollout"):
                 groups_P = self._generate(prompts_P, step, scores)
             with log.span("reward"):
                 rewards_P_G = scores.rewards(list(enumerate(groups_P)))
             overlap.update(scores.metrics)
-            groups_P = with_advantages(config, groups_P, rewards_P_G)
+            groups_P = with_advantages(config.algo, config.sample, groups_P, rewards_P_G)
             sampled_P += groups_P
-            kept_P = fill(kept_P, groups_P, config.num_prompts) if config.algo.dynamic_sampling else groups_P
-            if len(kept_P) == config.num_prompts:
+            learned_P = fill(learned_P, groups_P, config.num_prompts) if is_dynamic else groups_P
+            if len(learned_P) == config.num_prompts:
                 break
-        log.add(**rollout_metrics(config, sampled_P), **overlap, rounds=round + 1)
-        return kept_P
+        log.add(**rollout_metrics(config.task, config.evaluate, sampled_P), **overlap, rounds=round + 1)
+        return learned_P
 
     def _generate(self, prompts_P: list[Prompt], step: int, scores: OverlappedRewards) -> list[Group]:
         """Return the groups of the prompts, in order, whichever is sampled first."""
         prompt_order = self._config.rollout.prompt_order
-        order = PROMPT_ORDERS[prompt_order](prompts_P, self.lengths)
+        order = PROMPT_ORDERS[prompt_order](prompts_P, self._lengths)
         request = step_request(self._config, [prompts_P[i] for i in order], step)
         sampled_P = self._engine.generate(request, on_burst=scores.on_burst(order))
         if prompt_order != "fifo":
-            self.lengths.add(sampled_P)
+            self._lengths.add(sampled_P)
         by_place = dict(zip(order, sampled_P, strict=True))
         return [by_place[i] for i in range(len(prompts_P))]
 
@@ -82,11 +104,11 @@ def step_request(config: RunConfig, prompts_P: list[Prompt], step: int) -> Gener
 
 
 def with_advantages(
-    config: RunConfig, groups: list[Group], rewards_P_G: list[list[float | None]]
+    algo: AlgoConfig, sample: SampleConfig, groups: list[Group], rewards_P_G: list[list[float | None]]
 ) -> list[Group]:
     """Return the groups with each sample's reward, and its advantage over its siblings."""
-    penalized_P_G = [penalize_overlong(config, *pair) for pair in zip(groups, rewards_P_G, strict=True)]
-    advantages_P_G = ADVANTAGES[config.algo.advantage](penalized_P_G)
+    pairs = zip(groups, rewards_P_G, strict=True)
+    advantages_P_G = ADVANTAGES[algo.advantage]([_penalize_overlong(algo, sample, *pair) for pair in pairs])
     compared_P = []
     for group, rewards_G, advantages_G in zip(groups, rewards_P_G, advantages_P_G, strict=True):
         triples = zip(group.samples_G, rewards_G, advantages_G, strict=True)
@@ -95,11 +117,13 @@ def with_advantages(
     return compared_P
 
 
-def penalize_overlong(config: RunConfig, group: Group, rewards_G: list[float | None]) -> list[float | None]:
+def _penalize_overlong(
+    algo: AlgoConfig, sample: SampleConfig, group: Group, rewards_G: list[float | None]
+) -> list[float | None]:
     """Return the rewards less each sample's length penalty."""
-    penalty, max_tokens = OVERLONG[config.algo.overlong].penalty, config.sample.max_tokens
+    penalty = OVERLONG[algo.overlong].penalty
     return [
-        None if r is None else r + penalty(len(s.tokens_T), max_tokens, config.algo.overlong_buffer)
+        None if r is None else r + penalty(len(s.tokens_T), sample.max_tokens, algo.overlong_buffer)
         for r, s in zip(rewards_G, group.samples_G, strict=True)
     ]
 
@@ -120,23 +144,23 @@ def learned_parts(group: Group) -> list[Group]:
         return [group]
     by_prompt: dict[tuple[int, ...], Group] = {}
     for episode in group.samples_G:
-        own = {"reward": episode.reward, "advantage": episode.advantage}
+        scores = {"reward": episode.reward, "advantage": episode.advantage}
         parts = episode.episode.parts if episode.episode is not None else ()
         for part in sorted(parts, key=lambda each: (each.prompt.tokens_T, each.samples_G[0].tokens_T)):
-            found = by_prompt.setdefault(
+            group_of_prompt = by_prompt.setdefault(
                 tuple(part.prompt.tokens_T),
                 Group(prompt=part.prompt, samples_G=[], num_sampled=0, is_after_pivot=group.is_branch),
             )
-            found.samples_G.extend(dataclasses.replace(sample, **own) for sample in part.samples_G)
+            group_of_prompt.samples_G.extend(dataclasses.replace(s, **scores) for s in part.samples_G)
     return [dataclasses.replace(each, num_sampled=len(each.samples_G)) for each in by_prompt.values()]
 
 
-def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
+def rollout_metrics(task: TaskConfig, evaluate: EvalConfig, groups: list[Group]) -> dict[str, float]:
     """Return the metrics of the samples; one without a reward counts in num_failed_rewards only."""
     samples: list[Sample] = [sample for group in groups for sample in group.samples_G]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [len(sample.logprobs_T) for sample in samples]
-    threshold = config.evaluate.success_threshold
+    threshold = evaluate.success_threshold
     rewards_P_G = [[s.reward for s in group.samples_G if s.reward is not None] for group in groups]
     metrics = {"reward": fmean(rewards)} if rewards else {}
     return metrics | {
@@ -145,7 +169,7 @@ def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
         "mean_tokens": fmean(lengths),
         "sampled_tokens": sum(lengths),
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
-        "num_failed_rewards": len(samples) - len(rewards) if config.task.rewards else 0,
+        "num_failed_rewards": len(samples) - len(rewards) if task.rewards else 0,
         **multi_turn_metrics(samples),
         **agent_metrics(samples),
         **({} if threshold is None or not rewards else accuracy_metrics(rewards_P_G, threshold)),
@@ -200,7 +224,7 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
         "episode_parts": fmean(len(episode.parts) for episode in episodes),
         "waiting_share": fmean(episode.waiting_share for episode in episodes),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
-        **own_metrics(episodes),
+        **returned_metrics(episodes),
     }
 
 
@@ -209,7 +233,7 @@ def _num_restricted(episode: Episode) -> int:
     return sum(index is not None for each in allowed if each is not None for index in each.set_C)
 
 
-def own_metrics(episodes: list[Episode]) -> dict[str, float]:
+def returned_metrics(episodes: list[Episode]) -> dict[str, float]:
     """Return agent_NAME: the mean of each number that an agent returned beside its reward."""
     named: dict[str, list[float]] = {}
     for episode in episodes:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.distillation import LEAST_LOGPROB
-from qerl.config import RunConfig
+from qerl.config import DistilConfig, RunConfig
 from qerl.engine.engine import Engine
 from qerl.errors import require
 from qerl.kernels.head.divergence import top_outcomes
@@ -68,20 +68,19 @@ def load_teacher(
     """Load config.distil.teacher; raise UserError if it has another vocabulary than the student."""
     distil = config.distil
     if distil.is_endpoint:
-        return EndpointTeacher(config, tokenizer, vocab_size=student.architecture.vocab_size)
+        return EndpointTeacher(distil, tokenizer, vocab_size=student.architecture.vocab_size)
     policy = _policy(config, student, tokenizer)
     return LocalTeacher(policy, config, student, tokenizer, notice)
 
 
-def teacher_sources(config: RunConfig) -> dict[str, str]:
+def teacher_sources(distil: DistilConfig) -> dict[str, str]:
     """Return {"teacher runs/demo": SHA-256} of the weights of a teacher in this process and of the files that
     describe them; {} without one. An endpoint's cannot be read."""
-    distil = config.distil
     if not distil.is_on or distil.is_endpoint:
         return {}
     place = adapter_folder(distil.teacher) or locate(distil.teacher).path
-    found = [*map(place.joinpath, _DESCRIPTIONS), *sorted(place.glob("*.safetensors"))]
-    files = [place] if place.is_file() else [file for file in found if file.name != OPTIMIZER]
+    paths = [*map(place.joinpath, _DESCRIPTIONS), *sorted(place.glob("*.safetensors"))]
+    files = [place] if place.is_file() else [path for path in paths if path.name != OPTIMIZER]
     digests = [f"{file.name} {file_digest(file)}" for file in files if file.is_file()]
     digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
     return {f"teacher {distil.teacher}": digest}
@@ -169,8 +168,8 @@ class LocalTeacher:
             return [[] for _ in groups]
         part = MinibatchPart([(group, [1.0] * len(group.samples_G)) for group in groups], self._device)
         with torch.no_grad(), self.policy() as decoder:
-            found = iter(self._oom_retry.run(part, lambda batches: self._score_all(decoder, batches)))
-        return [[_finite(next(found)) for _ in group.samples_G] for group in groups]
+            scores = iter(self._oom_retry.run(part, lambda batches: self._score_all(decoder, batches)))
+        return [[_finite(next(scores)) for _ in group.samples_G] for group in groups]
 
     def _score_all(self, decoder: Decoder, batches: Sequence[PackedBatch]) -> list[TeacherLogprobs]:
         return [each for batch in batches for each in self._score_batch(decoder, batch)]
@@ -185,7 +184,7 @@ class LocalTeacher:
         # tables may have more rows than the vocabulary has tokens, and not the same number
         num_common = min(self._vocab_size, head.operand.shape[0])
         head = head._replace(operand=head.operand_VD[:num_common])
-        found = top_outcomes(
+        outcomes = top_outcomes(
             packed_hidden(decoder, batch),
             batch.source_rows_C,
             batch.targets_C.clamp(max=num_common - 1),
@@ -193,10 +192,10 @@ class LocalTeacher:
             top_k=config.distil.top_k if config.distil.is_divergence else 1,
             least=LEAST_LOGPROB,
         )
-        logprob_C = torch.where(batch.targets_C < num_common, found.logprob_C, LEAST_LOGPROB)
+        logprob_C = torch.where(batch.targets_C < num_common, outcomes.logprob_C, LEAST_LOGPROB)
         lengths = batch.spans.lengths_S.tolist()
         for own_C, ids_CK, outcomes_CX in zip(
-            *(t.cpu().split(lengths) for t in (logprob_C, found.ids_CK, found.logprobs_CX)), strict=True
+            *(t.cpu().split(lengths) for t in (logprob_C, outcomes.ids_CK, outcomes.logprobs_CX)), strict=True
         ):
             if config.distil.is_divergence:
                 yield TeacherLogprobs(own_C, ids_CK, outcomes_CX)
@@ -210,8 +209,8 @@ class LocalTeacher:
             yield Engine(decoder, self._tokenizer, self._config.engine, stop_token_ids=stop_ids)
 
 
-def _finite(found: TeacherLogprobs) -> TeacherLogprobs | Failure:
-    tensors: list[Tensor | None] = [found.logprob_C, found.outcomes_CX]
+def _finite(logprobs: TeacherLogprobs) -> TeacherLogprobs | Failure:
+    tensors: list[Tensor | None] = [logprobs.logprob_C, logprobs.outcomes_CX]
     if all(t is None or bool(t.isfinite().all()) for t in tensors):
-        return found
+        return logprobs
     return Failure("not a number", "the teacher's logprobs are not finite")

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.distillation import LEAST_LOGPROB
 from qerl.algo.seeds import mix
-from qerl.config import RunConfig
+from qerl.config import DistilConfig
 from qerl.errors import UserError
 from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
 from qerl.tasks.scoring import Failure
@@ -39,7 +39,7 @@ _PROBES = (
     "Grüße, наука, 漢字 and \U0001f642: naïve café",
 )
 _TOKEN_ID = "token_id:"
-_MOST_ABOVE_ONE = 1e-3
+_ROUNDING = 1e-3  # a logprob above 0, or probabilities above 1 in sum, by no more than this
 
 
 def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> None:
@@ -58,16 +58,15 @@ def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
 
 
 class EndpointTeacher:
-    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int):
+    def __init__(self, config: DistilConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int):
         """Raise UserError if the endpoint does not answer, or has another tokenizer."""
-        distil = config.distil
         self._config, self._tokenizer, self._vocab_size = config, tokenizer, vocab_size
-        self._top_k = distil.top_k if distil.is_divergence else 0
+        self._top_k = config.top_k if config.is_divergence else 0
         self._client = OpenAIClient(
-            distil.teacher, key_variable=KEY_VARIABLE, timeout_s=distil.timeout_s, retries=distil.retries
+            config.teacher, key_variable=KEY_VARIABLE, timeout_s=config.timeout_s, retries=config.retries
         )
         try:
-            self._model = distil.endpoint_model or self._client.first_model()
+            self._model = config.endpoint_model or self._client.first_model()
             for text in _PROBES:
                 self._check_tokens(text)
         except RequestFailed as error:
@@ -76,12 +75,12 @@ class EndpointTeacher:
     def _check_tokens(self, text: str) -> None:
         expected = list(self._tokenizer(text)["input_ids"])
         choice = self._echoed(text)
-        given, logprobs = choice.get("prompt_token_ids"), choice["logprobs"].get("token_logprobs")
+        token_ids, logprobs = choice.get("prompt_token_ids"), choice["logprobs"].get("token_logprobs")
         count = len(logprobs) if isinstance(logprobs, list) else 0
-        if (given is not None and given != expected) or count != len(expected):
+        if (token_ids is not None and token_ids != expected) or count != len(expected):
             raise UserError(
                 f"distil.teacher {self._client.url}: splits {text!r} into other tokens than the student:"
-                f" {given or count}, here {expected}; take a teacher of the same family"
+                f" {token_ids or count}, here {expected}; take a teacher of the same family"
             )
 
     def _echoed(self, prompt: str | list[int]) -> Json:
@@ -103,11 +102,11 @@ class EndpointTeacher:
 
     def score(self, groups: list[Group]) -> list[list[TeacherLogprobs | Failure]]:
         pairs = [(group.prompt, sample) for group in groups for sample in group.samples_G]
-        found = iter(self._all(lambda pair: self._score(*pair), pairs))
-        return [[next(found) for _ in group.samples_G] for group in groups]
+        scores = iter(self._all(lambda pair: self._score(*pair), pairs))
+        return [[next(scores) for _ in group.samples_G] for group in groups]
 
     def _all(self, work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        with ThreadPoolExecutor(self._config.distil.max_concurrent, "teacher") as pool:
+        with ThreadPoolExecutor(self._config.max_concurrent, "teacher") as pool:
             return list(pool.map(work, items))
 
     def _score(self, prompt: Prompt, sample: Sample) -> TeacherLogprobs | Failure:
@@ -132,18 +131,18 @@ class EndpointTeacher:
         if not isinstance(top, dict) or len(top) < self._top_k:
             raise RequestFailed("too few logprobs", f"fewer than distil.top_k {self._top_k} for a token")
         try:
-            found = {int(name.removeprefix(_TOKEN_ID)): float(value) for name, value in top.items()}
+            logprob_by_id = {int(name.removeprefix(_TOKEN_ID)): float(value) for name, value in top.items()}
         except (TypeError, ValueError):
             message = "the endpoint names tokens by their text, not by token_id:N"
             raise RequestFailed("no token ids", f"{message}; set distil.loss policy_gradient") from None
-        ranked = sorted(found.items(), key=lambda pair: -pair[1])[: self._top_k]
+        ranked = sorted(logprob_by_id.items(), key=lambda pair: -pair[1])[: self._top_k]
         ids, logprobs = [token for token, _ in ranked], [value for _, value in ranked]
         if not all(0 <= token < self._vocab_size for token in ids):
             raise RequestFailed("unknown token", f"token {max(ids)} of {self._vocab_size}")
-        if not all(math.isfinite(value) and value <= 1e-3 for value in logprobs):
+        if not all(math.isfinite(value) and value <= _ROUNDING for value in logprobs):
             raise RequestFailed("not a number", f"top_logprobs {logprobs}")
         total = math.fsum(map(math.exp, logprobs))
-        if total > 1 + _MOST_ABOVE_ONE:
+        if total > 1 + _ROUNDING:
             raise RequestFailed("not logprobs", f"probabilities of one token's place add up to {total:.4f}")
         return ids, [*logprobs, math.log(max(1 - total, math.exp(LEAST_LOGPROB)))]
 
@@ -193,8 +192,8 @@ def _numbers(values: Any, places: list[int], num_tokens: int) -> list[float]:
     if not isinstance(values, list) or len(values) < num_tokens:
         count = len(values) if isinstance(values, list) else 0
         raise RequestFailed("too few logprobs", f"{count} for {num_tokens} tokens")
-    found = [values[place] for place in places]
-    if not all(type(value) in (int, float) and math.isfinite(value) and value <= 1e-3 for value in found):
-        wrong = next(v for v in found if type(v) not in (int, float) or not math.isfinite(v) or v > 1e-3)
-        raise RequestFailed("not a number", f"a logprob is {wrong!r}")
-    return [float(value) for value in found]
+    logprobs = [values[place] for place in places]
+    for value in logprobs:
+        if not (type(value) in (int, float) and math.isfinite(value) and value <= _ROUNDING):
+            raise RequestFailed("not a number", f"a logprob is {value!r}")
+    return [float(value) for value in logprobs]
