@@ -1,8 +1,11 @@
 import itertools
+from typing import get_args, get_type_hints
 
 import pytest
 
+from qerl.aqn.control import RULES
 from qerl.aqn.schedule import SCHEDULES, sigma
+from qerl.config.noise import NoiseConfig
 
 PAPER = {"num_steps": 600, "sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": 10}
 
@@ -84,8 +87,8 @@ def test_stages_that_do_not_divide_the_steps_differ_by_one_step_at_most(num_step
     assert len(lengths) == 10 and max(lengths) - min(lengths) <= 1
 
 
-def test_every_schedule_is_offered_by_name():
-    assert set(SCHEDULES) == {"exponential", "linear", "cosine", "logarithmic", "constant", "none"}
+def test_every_schedule_and_rule_is_offered_by_the_config():
+    assert set(SCHEDULES) < set(RULES) == set(get_args(get_type_hints(NoiseConfig)["schedule"]))
 
 
 @pytest.mark.parametrize("step", [-1, 600])

@@ -15,6 +15,7 @@ from benchmarks.__main__ import BENCHMARKS as OWN_BENCHMARKS
 from qerl import config
 from qerl.algo import loss
 from qerl.algo.segment import Segments
+from qerl.aqn import schedule
 from qerl.bench import options as bench_options
 from qerl.cli.bench import BENCHMARKS
 from qerl.cli.check import CheckOptions
@@ -256,6 +257,7 @@ def test_a_stored_run_logs_only_documented_metrics():
 def test_the_examples_of_extend_work(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "extend.md").read_text()
     monkeypatch.setattr(loss, "LOSSES", dict(loss.LOSSES))
+    monkeypatch.setattr(schedule, "SCHEDULES", dict(schedule.SCHEDULES))
     monkeypatch.setattr(catalog, "BENCHMARKS", dict(catalog.BENCHMARKS))
     found = {}
     for example in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
@@ -265,6 +267,11 @@ def test_the_examples_of_extend_work(tmp_path, monkeypatch):
     spans = Segments.of([1, 1])
     objective = loss.LOSSES["reinforce"].objective
     assert objective(logprob_T, logprob_T, advantage_T, spans, AlgoConfig())[0].tolist() == [1.0, -2.0]
+
+    middle = {"num_steps": 4, "num_stages": 4, "sigma_start": 0.8, "sigma_end": 0.4}
+    assert schedule.sigma(2, schedule="square", **middle) == pytest.approx(
+        0.7
+    )  # half way, squared: a quarter
 
     weight_NK = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     decoded_NK = found["E5M2"].encode(weight_NK).decode()
