@@ -271,7 +271,7 @@ def test_the_examples_of_extend_work(tmp_path, monkeypatch):
     middle = {"num_steps": 4, "num_stages": 4, "sigma_start": 0.8, "sigma_end": 0.4}
     assert schedule.sigma(2, schedule="square", **middle) == pytest.approx(
         0.7
-    )  # half way, squared: a quarter
+    )  # half way, squared
 
     weight_NK = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     decoded_NK = found["E5M2"].encode(weight_NK).decode()
