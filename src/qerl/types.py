@@ -126,7 +126,7 @@ class Sample:
     all parts."""
     teacher: TeacherLogprobs | None = None
     """In distillation; None if the teacher failed: the sample is then not learned from."""
-    is_given: bool = False
+    is_demonstration: bool = False
     """True if no policy sampled it: a row to imitate, whose logprobs_T mean nothing."""
 
     @property
@@ -185,10 +185,10 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BegunSample:
+class UnfinishedSample:
     """A sample as a step leaves it, to be continued by a later one.
 
-    BegunSample(tokens_T=[35, 17], logprobs_T=[-0.1, -0.6], versions=((7, 2),))
+    UnfinishedSample(tokens_T=[35, 17], logprobs_T=[-0.1, -0.6], versions=((7, 2),))
     """
 
     tokens_T: list[int] = dataclasses.field(default_factory=list)
@@ -205,13 +205,13 @@ class BegunSample:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BegunGroup:
+class UnfinishedGroup:
     """A prompt and its samples as a step leaves them."""
 
     prompt: Prompt
     seed_step: int
     """The step in the coordinates of its random numbers, whichever step samples a token."""
-    samples_G: list[BegunSample]
+    samples_G: list[UnfinishedSample]
     cache: Any = dataclasses.field(default=None, compare=False, repr=False)
     """The prompt's part, likewise."""
 
@@ -224,7 +224,7 @@ class BegunGroup:
         """Host memory of the caches."""
         return sum(each.cache.num_bytes for each in (self, *self.samples_G) if each.cache is not None)
 
-    def without_cache(self) -> "BegunGroup":
+    def without_cache(self) -> "UnfinishedGroup":
         samples_G = [dataclasses.replace(sample, cache=None) for sample in self.samples_G]
         return dataclasses.replace(self, samples_G=samples_G, cache=None)
 

@@ -24,8 +24,6 @@ from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.models.peft.adapter import publish
 from qerl.models.policy_model import PolicyModel
 from qerl.types import (
-    BegunGroup,
-    BegunSample,
     Conversation,
     GenerateRequest,
     Group,
@@ -33,6 +31,8 @@ from qerl.types import (
     Prompt,
     Sample,
     Sampling,
+    UnfinishedGroup,
+    UnfinishedSample,
 )
 
 # Prompts of a LiveBatch that are prefilled between two bursts: a second of SmolLM2-135M on two cores.
@@ -155,7 +155,7 @@ class SamplingEngine(abc.ABC):
     @torch.no_grad()
     def continue_groups(
         self,
-        begun_P: list[BegunGroup],
+        begun_P: list[UnfinishedGroup],
         *,
         is_enough: Callable[[list[bool]], bool],
         sampling: Sampling,
@@ -163,7 +163,7 @@ class SamplingEngine(abc.ABC):
         on_burst: OnBurst | None = None,
         max_tokens_P_G: list[list[int]] | None = None,
         carries_cache: bool = False,
-    ) -> list[tuple[BegunGroup, Group | None]]:
+    ) -> list[tuple[UnfinishedGroup, Group | None]]:
         """Sample until is_enough, which gets whether each group is complete, or all are; return each group as
         it is then, and its samples if it is complete. on_burst: as in generate, of all groups that are
         complete. max_tokens_P_G: as in GenerateRequest.
@@ -204,13 +204,13 @@ class SamplingEngine(abc.ABC):
         _drop_carried(groups)  # groups and samples form cycles of references, which are not freed at once
         return left
 
-    def _left(self, begun: BegunGroup, group: LiveGroup) -> BegunGroup:
+    def _left(self, begun: UnfinishedGroup, group: LiveGroup) -> UnfinishedGroup:
         """Return the group as it is now."""
         pairs = zip(group.samples_G, begun.samples_G, strict=True)
         samples_G = [_begun_sample(s, before, self.version) for s, before in pairs]
         return dataclasses.replace(begun, samples_G=samples_G, cache=group.carried)
 
-    def _resumed(self, index: int, begun: BegunGroup, max_tokens: int, seed: int) -> LiveGroup:
+    def _resumed(self, index: int, begun: UnfinishedGroup, max_tokens: int, seed: int) -> LiveGroup:
         coordinates = seed, begun.seed_step
         group = self._new_group(index, begun.prompt, len(begun.samples_G), max_tokens, coordinates)
         group.carried = begun.cache
@@ -219,7 +219,7 @@ class SamplingEngine(abc.ABC):
             sample.finish, sample.routes, sample.carried = before.finish, before.routes, before.cache
         return group
 
-    def _whole_group(self, after: BegunGroup, group: LiveGroup, stopping: StoppingCriteria) -> Group:
+    def _whole_group(self, after: UnfinishedGroup, group: LiveGroup, stopping: StoppingCriteria) -> Group:
         whole = self._to_group(group, stopping)
         versions_G = [sample.versions for sample in after.samples_G]
         samples_G = [
@@ -363,10 +363,10 @@ def _limit(groups: list[LiveGroup], max_tokens_P_G: list[list[int]] | None) -> N
             sample.max_tokens = sample.total_tokens
 
 
-def _begun_sample(s: LiveSample, before: BegunSample, version: int) -> BegunSample:
+def _begun_sample(s: LiveSample, before: UnfinishedSample, version: int) -> UnfinishedSample:
     """Return the sample as it is now; its new tokens are of this version."""
     num_new = len(s.logprobs_T) - len(before.logprobs_T)
-    return BegunSample(
+    return UnfinishedSample(
         tokens_T=s.tokens_T,
         logprobs_T=s.logprobs_T,
         versions=(*before.versions, (version, num_new)) if num_new else before.versions,

@@ -16,7 +16,7 @@ from models.tiny import forest, tiny
 from qerl.cost.cache import page_bytes
 from qerl.engine.schedule import carried_cache
 from qerl.kernels.attention.tree_attention import TreeLayout, tree_attention
-from qerl.types import BegunGroup, BegunSample, Sampling
+from qerl.types import Sampling, UnfinishedGroup, UnfinishedSample
 
 LENGTHS, SAMPLES = (9, 16, 1), 3
 NUM_SAMPLES = len(LENGTHS) * SAMPLES
@@ -33,8 +33,8 @@ DECODERS = {
 
 
 def begun():
-    fresh = [BegunSample()] * SAMPLES
-    return [BegunGroup(prompt=p, seed_step=4, samples_G=fresh) for p in prompts_of(*LENGTHS)]
+    fresh = [UnfinishedSample()] * SAMPLES
+    return [UnfinishedGroup(prompt=p, seed_step=4, samples_G=fresh) for p in prompts_of(*LENGTHS)]
 
 
 def begun_engine(decoder, **settings):

@@ -18,7 +18,7 @@ from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring
 from qerl.training.engines.branchable import Branchable, BranchingEngine
-from qerl.types import BegunSample, GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample
+from qerl.types import GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, UnfinishedSample
 
 
 class DataParallelEngine:
@@ -180,13 +180,13 @@ def _unpacked_group(prompt: Prompt, given: tuple[Prompt | None, list[Any]]) -> G
     return Group(prompt=opened or prompt, samples_G=[unpacked(sample) for sample in packed_G])
 
 
-def packed(sample: Sample | BegunSample) -> Any:
+def packed(sample: Sample | UnfinishedSample) -> Any:
     """Return the sample with arrays, which pickle to a third of the bytes of lists, and much faster."""
     tokens_T, logprobs_T = array("i", sample.tokens_T), array("d", sample.logprobs_T)
     return dataclasses.replace(sample, tokens_T=tokens_T, logprobs_T=logprobs_T)
 
 
 def unpacked(sample: Any) -> Any:
-    """Return a Sample or BegunSample with lists again."""
+    """Return a Sample or UnfinishedSample with lists again."""
     tokens_T, logprobs_T = sample.tokens_T.tolist(), sample.logprobs_T.tolist()
     return dataclasses.replace(sample, tokens_T=tokens_T, logprobs_T=logprobs_T)

@@ -32,7 +32,7 @@ from qerl.tracking import StepLog
 from qerl.training.engines.data_parallel import packed, unpacked
 from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
 from qerl.training.rollouts.rollout import TrainPrompts, rollout_metrics, sampling_of, with_advantages
-from qerl.types import BegunGroup, BegunSample, Group
+from qerl.types import Group, UnfinishedGroup, UnfinishedSample
 
 
 class InWork(NamedTuple):
@@ -40,7 +40,7 @@ class InWork(NamedTuple):
 
     number: int
     first_step: int
-    begun: BegunGroup
+    begun: UnfinishedGroup
 
 
 class PartialRollouts:
@@ -141,7 +141,7 @@ class PartialRollouts:
             first = step * len(own) + num_carried
             for k in range(first, first + most - num_carried):
                 number = k // len(own) * config.num_prompts + own[k % len(own)]
-                fresh = [BegunSample()] * config.num_generations
+                fresh = [UnfinishedSample()] * config.num_generations
                 begun.append(InWork(number, step, self._group(number, fresh)))
         return begun
 
@@ -149,11 +149,11 @@ class PartialRollouts:
         """Return the rank that samples the run's prompt of this number."""
         return number % self._config.num_prompts % self._ranks.count
 
-    def _group(self, number: int, samples_G: list[BegunSample]) -> BegunGroup:
+    def _group(self, number: int, samples_G: list[UnfinishedSample]) -> UnfinishedGroup:
         """Return the run's prompt of this number, which would be learned from at seed_step otherwise."""
         seed_step, place = divmod(number, self._config.num_prompts)
         prompt = self._train_prompts(seed_step, self._config.num_prompts, 0)[place]
-        return BegunGroup(prompt=prompt, seed_step=seed_step, samples_G=samples_G)
+        return UnfinishedGroup(prompt=prompt, seed_step=seed_step, samples_G=samples_G)
 
     def _metrics(self, learned: list[Group], resumed: list[InWork]) -> dict[str, float]:
         """Return the step's own tokens, what was carried and resumed, in unfinished samples, and the learned
@@ -219,7 +219,7 @@ def _num_unfinished(groups: list[InWork]) -> int:
     return sum(s.finish is None for each in groups for s in each.begun.samples_G)
 
 
-def _stored(sample: BegunSample) -> dict[str, Any]:
+def _stored(sample: UnfinishedSample) -> dict[str, Any]:
     routes = None if sample.routes is None else base64.b64encode(sample.routes).decode()
     return {
         "tokens": list(sample.tokens_T),
@@ -230,8 +230,8 @@ def _stored(sample: BegunSample) -> dict[str, Any]:
     }
 
 
-def _read(data: dict[str, Any]) -> BegunSample:
-    return BegunSample(
+def _read(data: dict[str, Any]) -> UnfinishedSample:
+    return UnfinishedSample(
         tokens_T=data["tokens"],
         logprobs_T=data["logprobs"],
         versions=tuple((version, count) for version, count in data["versions"]),
