@@ -19,21 +19,26 @@ import torch
 from torch import Tensor
 
 from benchmarks.cubin import KernelUse, kernels_of
+from benchmarks.product_variants import (
+    delta_chunks_variant,
+    grouped_variants,
+    hopper_variants,
+    portable_variants,
+)
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
 from qerl.kernels.attention.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.attention.decode_attention import DecodeAttention, LayerCache
 from qerl.kernels.attention.decode_state import DecodeState
-from qerl.kernels.delta_net import gated_delta_chunks
 from qerl.kernels.delta_net.delta_net_step import DeltaNetStep, DeltaWeights, Gates
 from qerl.kernels.delta_net.gated_delta_net import DeltaShape
-from qerl.kernels.experts import grouped_hopper, grouped_product, moe_route
+from qerl.kernels.experts import grouped_product, moe_route
 from qerl.kernels.head.head_portable import PortableHeadSample
 from qerl.kernels.head.head_sample import Head, HeadSample, NVFP4Head
-from qerl.kernels.linear import int8_product
+from qerl.kernels.linear import int8_codes, int8_product
+from qerl.kernels.linear.int8_codes import RotatedWeight, Rotation, Weight, WeightTiles
 from qerl.kernels.runtime.architectures import ARCHITECTURES, TESTED, CudaArchitecture
 from qerl.kernels.runtime.nvrtc import KernelVariant, cached_cubin, dry_run
-from qerl.kernels.tiles import portable_product
 from qerl.kernels.tiles.lora_shrink import LoraShrink
 from qerl.kernels.tiles.lora_shrink_portable import PortableLoraShrink
 from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_compute_lora_hidden
@@ -108,7 +113,7 @@ def _table(cards: list[CudaArchitecture], uses: dict[str, dict[KernelVariant, Ke
 
 
 def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[KernelVariant]:
-    every = (*learner_variants(card), *mixture_variants(card), *portable_product.variants(card))
+    every = (*learner_variants(card), *mixture_variants(card), *portable_variants(card))
     deltas = (delta_variants(shape("qwen3.5-9b"), card, rows) for rows in (1, 64))
     found = dict.fromkeys((*every, *itertools.chain(*deltas)))
     kinds: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
@@ -197,7 +202,7 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         KernelVariant("expert_rows.cu", "scale_and_add", (), 256, 0),
         KernelVariant("sum_copies.cu", "sum_copies", (), 256, 0),
         KernelVariant("short_conv.cu", "short_conv", (("ROWS", 16), ("THREADS", 128)), 128, 0),
-        gated_delta_chunks.variant(card),
+        delta_chunks_variant(card),
         *(KernelVariant("routing.cu", f"gather_{name}", (), 256, 0) for name in ("fp32", "bf16", "backward")),
         *(
             KernelVariant("clamped_swiglu.cu", f"clamped_swiglu{name}", (), 256, 0)
@@ -217,15 +222,36 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         KernelVariant("fp8_pages.cu", "write_fp8", (("H", 128), ("KV_HEADS", 4), ("PAGE", 16)), 128, 0),
     ]
     if card.has_wgmma:
-        kernels += int8_product.variants()
+        kernels += int8_variants()
     if card.number >= 89:  # before Ada there are no FP8 conversions
         kernels.append(KernelVariant("fp8_linear.cu", "quantize_rows", (), 256, 0))
     return kernels
 
 
+def int8_variants() -> list[KernelVariant]:
+    """Return the kernels of Hopper's products of 8-bit integers, for the sizes of their CASES."""
+    wide = _tensor(128, dtype=torch.float32)
+    weights: list[Weight] = [_tensor(128, 64)]
+    for layout, in_turns in itertools.product(TileLayout, (False, True)):
+        tiles = _tensor(2, 1, layout.tile_bytes, dtype=torch.uint8)
+        weights.append(WeightTiles(tiles, wide, layout, in_turns))
+    with _pretended(ARCHITECTURES["sm_90a"]), dry_run() as variants:
+        for width in {width for _, n, k in int8_product.CASES for width in (n, k)}:
+            int8_codes.rotated_rows(_tensor(1, width), None)
+        for weight, along_k in itertools.product(weights, (False, True)):
+            rotation = Rotation.of(weight, wide, along_k=along_k)
+            rotated, u_TR = RotatedWeight(rotation.codes(weight), rotation), _tensor(1, 16)
+            if along_k:
+                y_TF, gate_TF = _tensor(1, 64), _tensor(1, 64)
+                int8_product.put_gate_up(_tensor(1, 64), u_TR, _tensor(128, 16), rotated, y_TF, gate_TF)
+            else:
+                int8_product.input_gradient(_tensor(1, 128), rotated, u_TR, _tensor(16, 64))
+    return list(variants)
+
+
 def mixture_variants(card: CudaArchitecture) -> list[KernelVariant]:
     """Return the kernels of a mixture of experts in decode steps."""
-    found = grouped_product.variants(card) + (grouped_hopper.variants() if card.has_wgmma else [])
+    found = grouped_variants(card) + (hopper_variants() if card.has_wgmma else [])
     for experts, chosen in _MIXTURES:
         for name, threads in (("router_logits", 256), ("route", 1024), ("add_experts", 128)):
             defines = {"E": experts, "CHOSEN": chosen, "OVER_ALL": 0, "MT": grouped_product.ITEM_ROWS[0]}

@@ -126,7 +126,7 @@ class Sample:
     all parts."""
     teacher: TeacherLogprobs | None = None
     """In distillation; None if the teacher failed: the sample is then not learned from."""
-    is_given: bool = False
+    is_demonstration: bool = False
     """True if no policy sampled it: a row to imitate, whose logprobs_T mean nothing."""
 
     @property

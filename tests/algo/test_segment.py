@@ -9,7 +9,7 @@ X_T = torch.tensor([1.0, -2.0, 4.0, 5.0, 6.0, 8.0], dtype=torch.float64)
 def test_each_sample_has_its_own_sum_mean_and_least():
     assert SPANS.total(X_T).tolist() == [3.0, 5.0, 14.0]
     assert SPANS.mean(X_T).tolist() == [1.0, 5.0, 7.0]
-    assert SPANS.least(X_T).tolist() == [-2.0, 5.0, 6.0]
+    assert SPANS.minimum(X_T).tolist() == [-2.0, 5.0, 6.0]
 
 
 def test_a_samples_value_goes_to_each_of_its_tokens():

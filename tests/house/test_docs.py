@@ -269,9 +269,7 @@ def test_the_examples_of_extend_work(tmp_path, monkeypatch):
     assert objective(logprob_T, logprob_T, advantage_T, spans, AlgoConfig())[0].tolist() == [1.0, -2.0]
 
     middle = {"num_steps": 4, "num_stages": 4, "sigma_start": 0.8, "sigma_end": 0.4}
-    assert schedule.sigma(2, schedule="square", **middle) == pytest.approx(
-        0.7
-    )  # half way, squared
+    assert schedule.sigma(2, schedule="square", **middle) == pytest.approx(0.7)  # half way, squared
 
     weight_NK = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     decoded_NK = found["E5M2"].encode(weight_NK).decode()

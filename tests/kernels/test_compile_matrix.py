@@ -15,7 +15,6 @@ from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.delta_net.delta_net_step import copies_ahead
 from qerl.kernels.runtime.architectures import ARCHITECTURES, TESTED
 from qerl.kernels.runtime.nvrtc import KernelVariant
-from qerl.kernels.tiles import portable_product
 from qerl.models.random_weights import SHAPES, shape
 
 STEPS = {  # model, rows, cache, whether each row has its own noise
@@ -118,7 +117,7 @@ def test_a_decode_steps_kernels_fit(step, name):
 
 @pytest.mark.parametrize("name", TESTED)
 def test_the_portable_products_tiles_fit(name):
-    variants = portable_product.variants(ARCHITECTURES[name])
+    variants = matrix.portable_variants(ARCHITECTURES[name])
     assert len(variants) > 20 and not faults_of_some(variants, name)
 
 

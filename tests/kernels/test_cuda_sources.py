@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from benchmarks.matrix import int8_variants
 from qerl.kernels.experts import grouped_hopper
 from qerl.kernels.head.head_sample import choose_tile
-from qerl.kernels.linear import int8_product
 from qerl.kernels.runtime import nvrtc
 from qerl.kernels.tiles.nvfp4_tile import TOKEN_TILES
 from qerl.kernels.tiles.portable_shrink import MAKES_U
@@ -40,7 +40,7 @@ CONFIGURATIONS = (
     ("head_finish.cu", {"STEP": 1}),
     *(("head_norm.cu", {"HEAD": 128, "THREADS": 96, "NORM": norm}) for norm in (0, 1)),
     *(("head_portable.cu", HEAD | {"FORMAT": format, "OUTPUT": 0}) for format in (0, 1)),
-    *((variant.file, dict(variant.defines)) for variant in int8_product.variants()),
+    *((variant.file, dict(variant.defines)) for variant in int8_variants()),
     *(("head_sample.cu", {**choose_tile(8, kind, 1024).defines, "OUTPUT": 0}) for kind in range(3)),
     ("logprob.cu", {"THREADS": 1024}),
     ("lora_shrink.cu", SHRINK | {"NORM": 0, "TABLE": 0}),

@@ -116,7 +116,7 @@ def test_rows_are_padded_with_zeros_to_what_the_decode_kernel_reads(format, widt
 def test_the_learner_unpacks_a_slice_of_the_head_at_a_time(format, rng, monkeypatch):
     """704 rows in slices of 256, each once for all chunks of tokens, with the values of the whole operand."""
     monkeypatch.setattr(op, "has_tile_kernels", lambda device: format == "tiles")
-    monkeypatch.setattr(head_operand, "_MOST_UNPACKED", 256 * D)
+    monkeypatch.setattr(head_operand, "_MAX_UNPACKED", 256 * D)
     head = head_of(table(rng, torch.bfloat16), "fp8" if format == "fp8" else "nvfp4")
     assert isinstance(head.packed, PackedNVFP4) == (format == "tiles")
     unpack_rows, unpacked = op._operand_rows, []

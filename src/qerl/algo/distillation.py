@@ -23,8 +23,8 @@ from torch import Tensor
 
 from qerl.config import DistilConfig
 
-LEAST_LOGPROB = math.log(1e-9)
-"""Least logprob of the rest: an outcome without probability has this one on both sides."""
+MIN_LOGPROB = math.log(1e-9)
+"""Minimum logprob of the rest: an outcome without probability has this one on both sides."""
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(s_CX, t_CX) -> one divergence per row, differentiable in s_CX."""
 

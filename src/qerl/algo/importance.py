@@ -101,7 +101,7 @@ def geometric(log_ratio_T: Tensor, spans: Segments, algo: AlgoConfig) -> Tensor:
 
 
 def veto(log_ratio_T: Tensor, spans: Segments, algo: AlgoConfig) -> Tensor:
-    return spans.least(log_ratio_T).exp() >= algo.veto_ratio
+    return spans.minimum(log_ratio_T).exp() >= algo.veto_ratio
 
 
 IMPORTANCE: dict[str, Importance] = {
@@ -126,15 +126,15 @@ def correct(learner_old_T: Tensor, sampler_T: Tensor, spans: Segments, algo: Alg
     log_ratio_T = (learner_old_T - sampler_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     rho_T = importance.rho(log_ratio_T, spans)
     bounded_T = importance.bound(rho_T, algo)
-    is_kept_S = torch.ones_like(spans.lengths_S, dtype=torch.bool)
+    is_accepted_S = torch.ones_like(spans.lengths_S, dtype=torch.bool)
     for name in algo.reject:
-        is_kept_S = is_kept_S & REJECTIONS[name](log_ratio_T, spans, algo)
+        is_accepted_S = is_accepted_S & REJECTIONS[name](log_ratio_T, spans, algo)
     return Correction(
         old_T=importance.old(learner_old_T, sampler_T),
-        weight_T=bounded_T * spans.per_token(is_kept_S),
+        weight_T=bounded_T * spans.per_token(is_accepted_S),
         was_capped_T=(bounded_T > 0) & (bounded_T < rho_T),
         was_masked_T=(bounded_T == 0) & (rho_T > 0),
-        was_rejected_S=~is_kept_S,
+        was_rejected_S=~is_accepted_S,
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from qerl.config import DeepConfig
 
 WINDOW, FEW = 10_000, 10
-_MOST_STEPS, _SMALL = 100, 1e-10
+_MAX_STEPS, _SMALL = 100, 1e-10
 
 
 class Try(NamedTuple):
@@ -51,7 +51,7 @@ def fitted(tries: Sequence[Try]) -> Success | None:
     y_N = torch.tensor([float(each.succeeded) for each in tries], dtype=torch.float64)
     penalty = torch.tensor([1.0, 0.0], dtype=torch.float64)
     w = torch.stack((torch.zeros_like(y_N[0]), y_N.mean().logit()))
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         p_N = (x_N2 @ w).sigmoid()
         gradient = x_N2.T @ (p_N - y_N) + penalty * w
         if gradient.abs().max() < _SMALL * len(tries):

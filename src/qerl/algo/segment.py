@@ -22,7 +22,7 @@ class Segments:
 
     @classmethod
     def of(cls, lengths_S: list[int]) -> "Segments":
-        """Return those of samples of so many tokens, on the CPU."""
+        """Return the segments of samples of these lengths, on the CPU."""
         longest, lengths = max(lengths_S, default=0), torch.tensor(lengths_S, dtype=torch.int64)
         skipped_S = torch.arange(len(lengths_S)) * longest - (lengths.cumsum(0) - lengths)
         places_T = torch.arange(int(lengths.sum())) + skipped_S.repeat_interleave(lengths)
@@ -38,7 +38,7 @@ class Segments:
         """Mean over each sample, [S]; no sample is empty."""
         return self.total(x_T) / self.lengths_S
 
-    def least(self, x_T: Tensor) -> Tensor:
+    def minimum(self, x_T: Tensor) -> Tensor:
         """Minimum of each sample, [S]."""
         num_samples = len(self.lengths_S)
         table = x_T.new_full((num_samples * self.longest,), float("inf")).index_copy(0, self.places_T, x_T)

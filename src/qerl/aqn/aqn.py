@@ -52,8 +52,8 @@ class AQN:
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Update the controller with the step's metrics; return what AQN logs."""
         self._state = self._rule.after(self._state, step, metrics, self._config.noise)
-        found = {"noise_draws": self.draws(self._gather(self.num_drawn))}
-        return found | ({"noise_floor": self._state.floor} if self._config.noise.is_controlled else {})
+        draws = {"noise_draws": self.draws(self._gather(self.num_drawn))}
+        return draws | ({"noise_floor": self._state.floor} if self._config.noise.is_controlled else {})
 
     def draws(self, parts: Sequence[float]) -> float:
         """Combine the numbers of draws of several parts of a call: each part has its own prompts, and all

@@ -33,14 +33,14 @@ class ModuleNoise:
 def add_noise(model: nn.Module, width: int) -> list[ModuleNoise]:
     """Put a hook on every RMSNorm of this width that stands directly in a layer; return their noises in
     order. The model's weights must be loaded."""
-    found = []
+    noises = []
     for norm in _candidates(model, width):
         eps = _eps_of(norm)
         weight = None if eps is None else _weight_of(norm, eps, width)
         if eps is not None and weight is not None:
-            found.append(ModuleNoise(weight, eps))
-            norm.register_forward_hook(found[-1].add)
-    return found
+            noises.append(ModuleNoise(weight, eps))
+            norm.register_forward_hook(noises[-1].add)
+    return noises
 
 
 def _candidates(model: nn.Module, width: int) -> Iterator[nn.Module]:
@@ -58,21 +58,21 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 def _eps_of(norm: nn.Module) -> float | None:
-    found = (getattr(norm, name, None) for name in _EPS_NAMES)
-    return next((eps for eps in found if isinstance(eps, float)), None)
+    values = (getattr(norm, name, None) for name in _EPS_NAMES)
+    return next((eps for eps in values if isinstance(eps, float)), None)
 
 
 @torch.no_grad()
 def _weight_of(norm: nn.Module, eps: float, width: int) -> Tensor | None:
     """Return what the norm multiplies by, fp32 [D]; None if it does not compute an RMSNorm."""
-    given = norm.weight
-    assert isinstance(given, Tensor)
-    ones = torch.ones(1, width, dtype=given.dtype, device=given.device)
+    weight_D = norm.weight
+    assert isinstance(weight_D, Tensor)
+    ones = torch.ones(1, width, dtype=weight_D.dtype, device=weight_D.device)
     rng = torch.Generator().manual_seed(0)
     x_1D = torch.randn(1, width, generator=rng).add_(0.5).to(ones)
     weight = norm(ones).float()[0] * (1 + eps) ** 0.5
-    expected_1D, error_1D = norm(x_1D).float(), _normalized(x_1D, eps) * weight
-    error_1D = error_1D - expected_1D
+    expected_1D = norm(x_1D).float()
+    error_1D = _normalized(x_1D, eps) * weight - expected_1D
     return weight if error_1D.norm() <= _TOLERANCE * expected_1D.norm() else None
 
 

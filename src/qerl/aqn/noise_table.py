@@ -98,10 +98,10 @@ class NoiseTable:
         if self._fill is not None:
             self._place(dict.fromkeys(key for _, sample_keys in keys for key in sample_keys), self._fill)
         row = self._rows.get
-        return [(0 if own is None else row(own, 0), [row(key, 0) for key in each]) for own, each in keys]
+        return [(0 if key is None else row(key, 0), [row(k, 0) for k in others]) for key, others in keys]
 
     def _place(self, keys: dict[int, None], fill: Fill) -> None:
-        assert len(keys) <= self._num_keys, f"{len(keys)} noises asked for, the table has {self._num_keys}"
+        assert len(keys) <= self._num_keys, f"{len(keys)} noises requested, the table has {self._num_keys}"
         new = [key for key in keys if key not in self._rows]
         if len(self._rows) + len(new) > self._num_keys:
             self._rows, new = {}, list(keys)

@@ -7,7 +7,7 @@ import torch
 
 from qerl.bench.timing import graph_times
 from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pack
-from qerl.kernels.tiles.nvfp4_tile import MOST_TOKENS
+from qerl.kernels.tiles.nvfp4_tile import TOKEN_BOUNDS
 from qerl.kernels.tiles.portable_product import PortableProduct
 from qerl.models.layer_spec import LinearGroupSpec
 
@@ -16,8 +16,8 @@ _WEIGHT_BYTES = 4e8
 
 
 def timed_batches(most_tokens: int) -> tuple[int, ...]:
-    """Return the batches at which a choice of tiles is timed; one serves all of up to MOST_TOKENS[0]."""
-    return (8, most_tokens) if most_tokens == MOST_TOKENS[0] else (most_tokens,)
+    """Return the batches at which a choice of tiles is timed; one serves all of up to TOKEN_BOUNDS[0]."""
+    return (8, most_tokens) if most_tokens == TOKEN_BOUNDS[0] else (most_tokens,)
 
 
 class Product:

@@ -18,9 +18,9 @@ from qerl.bench.record import Origin, read_origin
 from qerl.errors import UserError
 from qerl.kernels.runtime.architectures import architecture_of
 from qerl.kernels.runtime.compile_ahead import compile_ahead
-from qerl.kernels.tiles.nvfp4_tile import MOST_TOKENS
+from qerl.kernels.tiles.nvfp4_tile import TOKEN_BOUNDS
 from qerl.kernels.tiles.portable_product import PortableProduct
-from qerl.kernels.tiles.portable_table import MeasuredChoice, merged, own_file
+from qerl.kernels.tiles.portable_table import MeasuredChoice, merged, user_file
 from qerl.kernels.tiles.portable_tile import PortableChoice, PortableTile, candidates
 from qerl.models.device import best_kernels
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
@@ -36,7 +36,7 @@ def bench(options: BenchTuneOptions) -> None:
     if best_kernels(device) == "torch":
         raise UserError(_NOT_HERE)
     groups = {(g.out_width, g.in_width): g for name in options.shapes for g in layer_spec(shape(name)).groups}
-    batches = tuple(most for most in MOST_TOKENS if most <= max(options.max_batch, MOST_TOKENS[0]))
+    batches = tuple(most for most in TOKEN_BOUNDS if most <= max(options.max_batch, TOKEN_BOUNDS[0]))
     tuner = _Tuner(device, options.lora_rank, options.runs)
     tuner.compile(list(groups.values()), batches)
     found = [each for group in groups.values() for each in tuner.fastest(group, batches)]
@@ -98,7 +98,7 @@ class _Tuner:
 
 
 def _write(found: list[MeasuredChoice], origin: Origin) -> None:
-    file = own_file()
+    file = user_file()
     old = file.read_text() if file.exists() else None
     facts = {"gpu": origin.gpu, "commit": origin.commit or "", "torch": origin.torch, "driver": origin.driver}
     facts |= {"date": datetime.now(UTC).date().isoformat()}

@@ -69,21 +69,19 @@ def _search(
         plain = bits_NB[rows].clone()
         unit = scale(plain)  # errors are in this unit: squares of tiny weights would underflow
 
-        def trial(
-            bits: Tensor, blocks: Tensor = blocks, unit: Tensor = unit
-        ) -> tuple[Tensor, Tensor]:  # of one chunk
+        def trial(bits: Tensor, blocks: Tensor = blocks, unit: Tensor = unit) -> tuple[Tensor, Tensor]:
             step = scale(bits)
             trial_codes = e2m1.encode((blocks / step[:, :, None]).flatten(1))
             values = e2m1.decode(trial_codes, torch.float32).view_as(blocks)
             error = values * (step / unit)[:, :, None] - blocks / unit[:, :, None]
             return trial_codes.view(*bits.shape, -1), error.square().sum(-1)
 
-        best, least = trial(plain)
+        best, best_error = trial(plain)
         for step in steps:
             bits = (plain.int() + step).clamp(*bits_range).to(torch.uint8)
             trial_codes, error = trial(bits)
-            is_better = error < least
-            least = torch.where(is_better, error, least)
+            is_better = error < best_error
+            best_error = torch.where(is_better, error, best_error)
             best = torch.where(is_better[:, :, None], trial_codes, best)
             bits_NB[rows] = torch.where(is_better, bits, bits_NB[rows])
         codes[rows] = cast(Tensor, best).flatten(1)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qerl.algo.distillation import LEAST_LOGPROB, divergence_of
+from qerl.algo.distillation import MIN_LOGPROB, divergence_of
 from qerl.algo.importance import correct
 from qerl.algo.kl import KL_RATIOS, k3
 from qerl.algo.loss import LOSSES
@@ -267,7 +267,7 @@ class Learner:
             outcomes_CX,
             divergence_of(self.config.distil),
             forward.head(),
-            least=LEAST_LOGPROB,
+            min_logprob=MIN_LOGPROB,
         )
         before = known or self._reading(batch, exact_C, own_C, entropy_C, linear_pass)
         loss = (batch.weights_C * divergence_C).sum()

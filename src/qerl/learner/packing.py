@@ -204,7 +204,7 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         weights_C=per_token([weight for _, weight in samples], torch.float32),
         routes_T=_routes(batch, device),
         spans=_spans(lengths_S, device),
-        is_sampled_C=per_token([not s.is_given for s, _ in samples], torch.bool),
+        is_sampled_C=per_token([not s.is_demonstration for s, _ in samples], torch.bool),
         mask=TokenMask.joined([s.allowed for s, _ in samples], lengths_S, device),
         teacher=_joined([sample.teacher for sample, _ in samples], device),
     )

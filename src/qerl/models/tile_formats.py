@@ -13,7 +13,7 @@ from qerl.formats import FP8, INT8, MXFP4, NF4, NVFP4, PackedWeight
 from qerl.formats.fp8 import BLOCK
 from qerl.kernels.tiles import nvfp4_decode
 from qerl.kernels.tiles.nvfp4_tile import TILE_K
-from qerl.kernels.tiles.tile_layout import MOST_FP8_SCALE, TileLayout
+from qerl.kernels.tiles.tile_layout import MAX_FP8_SCALE, TileLayout
 
 _MOST_BINADES, _LEAST_BINADES = 8, 9  # E4M3 has the powers of two from 2^-9 to 2^8
 _LEAST_EXPONENT, _MOST_EXPONENT = 32, 222  # of MXFP4's scales, biased: factors stay normal fp32 numbers
@@ -40,7 +40,7 @@ def fits_tiles(weight: PackedWeight | None) -> bool:
         return _fits_rows(weight)
     if type(weight) is FP8:  # not FP8Flow, whose products are of codes
         is_nan = (weight.codes.view(torch.uint8) & 0x7F) == 0x7F
-        return not bool(is_nan.any() | (weight.scales.abs().max() >= MOST_FP8_SCALE))
+        return not bool(is_nan.any() | (weight.scales.abs().max() >= MAX_FP8_SCALE))
     return isinstance(weight, NVFP4 | NF4 | INT8)
 
 

@@ -83,7 +83,7 @@ class Demonstration:
             reward=1.0,
             advantage=1.0,
             environment_spans=tuple(spans),
-            is_given=True,
+            is_demonstration=True,
         )
         return Group(prompt=self.prompt(index), samples_G=[sample])
 

@@ -107,9 +107,9 @@ def test_a_window_reaches_no_more_chunks_than_are_launched(chunk):
     for window in (1, 2, 15, 127, 128, 129, 130, 255, 256, 257, 1000):
         ends = range(window, window + 2 * chunk)
         reached = max((end - 1) // chunk - (end - window) // chunk + 1 for end in ends)
-        assert decode_shape.most_chunks(10**6, chunk, window) == reached
-        assert decode_shape.most_chunks(chunk, chunk, window) == 1
-    assert decode_shape.most_chunks(1000, chunk, None) == -(-1000 // chunk)
+        assert decode_shape.max_chunks(10**6, chunk, window) == reached
+        assert decode_shape.max_chunks(chunk, chunk, window) == 1
+    assert decode_shape.max_chunks(1000, chunk, None) == -(-1000 // chunk)
 
 
 @pytest.mark.parametrize("kv_dtype", DTYPES)

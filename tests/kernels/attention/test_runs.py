@@ -66,7 +66,7 @@ def test_on_a_gpu_a_rows_gradient_is_summed_in_fp32(rng, device):
 def test_parts_see_what_their_runs_saw_and_make_few_copies(shapes, num_heads):
     whole = list(_runs(shapes).runs)
     parts = op.split(whole, num_heads, 132)
-    assert sum(part.num_keys for part in parts) <= op._MOST_COPIES * parts[-1].rows.stop
+    assert sum(part.num_keys for part in parts) <= op._MAX_COPIES * parts[-1].rows.stop
     assert [row for part in parts for row in part.rows] == list(range(parts[-1].rows.stop))
     for run in whole:
         keys = [row for rows in run.before for row in rows] + list(run.rows)

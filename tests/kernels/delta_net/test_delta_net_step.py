@@ -52,10 +52,10 @@ class Case:
     def by_reference(self):
         return op.reference(*self.operands(), self.shape, self.is_by_head)
 
-    def by_kernel(self, most_ctas=-1):
+    def by_kernel(self, max_ctas=-1):
         kernel = DeltaNetStep(self.shape, len(self.y), self.y.device, is_by_head=self.is_by_head)
-        if most_ctas != -1:
-            kernel._most_ctas = most_ctas
+        if max_ctas != -1:
+            kernel._max_ctas = max_ctas
         return kernel.step(*self.operands())
 
     def by_torch(self):

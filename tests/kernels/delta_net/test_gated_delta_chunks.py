@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from benchmarks.product_variants import delta_chunks_variant
 from conftest import rms_error
 from kernels.cuda_on_cpu import has_compiler, on_cpu
 from qerl.kernels.delta_net import gated_delta
@@ -106,7 +107,7 @@ def test_its_module_is_loaded_once(name, monkeypatch):
     monkeypatch.setattr(op, "architecture_of", lambda device: ARCHITECTURES[name])
     kernel = op.kernel_of(torch.device("cuda", 0))
     assert op.kernel_of(torch.device("cuda", 0)) is kernel
-    assert dict(kernel.defines) == dict(op.variant(ARCHITECTURES[name]).defines)
+    assert dict(kernel.defines) == dict(delta_chunks_variant(ARCHITECTURES[name]).defines)
 
 
 def test_it_is_not_used_where_it_cannot_compute(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import rms_error
-from qerl.algo.distillation import LEAST_LOGPROB, divergence_of
+from qerl.algo.distillation import MIN_LOGPROB, divergence_of
 from qerl.config import DistilConfig
 from qerl.kernels.head import divergence as op
 from qerl.kernels.head.logprob import Softcap
@@ -22,7 +22,7 @@ def operands(T, D, V, K, rng):
     head_VD, other_VD = (torch.randn(V, D, generator=rng) / D**0.5 * 3 for _ in range(2))
     rows_T, targets_T = torch.arange(T), torch.randint(V, (T,), generator=rng)
     teacher = op.top_outcomes(
-        hidden_TD, rows_T, targets_T, op.Head(other_VD, 1.0, None, 5), top_k=K, least=LEAST_LOGPROB
+        hidden_TD, rows_T, targets_T, op.Head(other_VD, 1.0, None, 5), top_k=K, min_logprob=MIN_LOGPROB
     )
     return hidden_TD.requires_grad_(), head_VD, rows_T, targets_T, teacher
 
@@ -30,7 +30,7 @@ def operands(T, D, V, K, rng):
 def eager(hidden_TD, head_VD, teacher, f, temperature):
     """Compute it as torch users write it, in fp32."""
     s_TV = (hidden_TD @ head_VD.T / temperature).log_softmax(-1)
-    rest_T1 = s_TV.exp().scatter(1, teacher.ids_CK, 0.0).sum(-1, keepdim=True).log().clamp(min=LEAST_LOGPROB)
+    rest_T1 = s_TV.exp().scatter(1, teacher.ids_CK, 0.0).sum(-1, keepdim=True).log().clamp(min=MIN_LOGPROB)
     return f(torch.cat([s_TV.gather(1, teacher.ids_CK), rest_T1], 1), teacher.logprobs_CX)
 
 
@@ -49,11 +49,11 @@ def test_values_and_gradients_are_those_of_autograd_in_float64(
         teacher.logprobs_CX,
         f,
         temperature=temperature,
-        least=LEAST_LOGPROB,
+        min_logprob=MIN_LOGPROB,
     )
     head = op.Head(head_VD, temperature, None, chunk_tokens)
     got_T, logprob_T, entropy_T = op.chunked_divergence(
-        hidden_TD, rows_T, targets_T, teacher.ids_CK, teacher.logprobs_CX, f, head, least=LEAST_LOGPROB
+        hidden_TD, rows_T, targets_T, teacher.ids_CK, teacher.logprobs_CX, f, head, min_logprob=MIN_LOGPROB
     )
     (want,) = torch.autograd.grad(truth_T, hidden_TD, weights_T.double())
     (mine,) = torch.autograd.grad(got_T, hidden_TD, weights_T)
@@ -85,7 +85,7 @@ def test_with_every_token_it_is_the_divergence_over_the_vocabulary(loss, rng):
         teacher.logprobs_CX,
         divergence_of(LOSSES[loss]),
         op.Head(head_VD, 1.0, None, 4),
-        least=LEAST_LOGPROB,
+        min_logprob=MIN_LOGPROB,
     )
     torch.testing.assert_close(got_T.double(), whole_T, rtol=1e-5, atol=1e-6)
 
@@ -105,7 +105,7 @@ def test_a_soft_cap_bends_the_gradient(rng):
         teacher.logprobs_CX,
         f,
         op.Head(head_VD, 1.0, Softcap(cap, 1.0), 2),
-        least=LEAST_LOGPROB,
+        min_logprob=MIN_LOGPROB,
     )
     (want,) = torch.autograd.grad(truth_T.sum(), hidden_TD)
     (mine,) = torch.autograd.grad(got_T.sum(), hidden_TD)

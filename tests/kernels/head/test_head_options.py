@@ -112,7 +112,7 @@ def test_capped_logprobs_are_no_less_exact_than_torchs(
         return found.detach(), entropies, torch.autograd.grad(found, hidden, weights)[0]
 
     mine = run()
-    monkeypatch.setattr(logprob, "_caps_in_kernel", lambda _: False)
+    monkeypatch.setattr(logprob._Settings, "caps_in_kernel", lambda *_: False)
     torchs = run()
     exact = hidden.detach().double().requires_grad_()  # a gradient in bf16 would count what rounds otherwise
     truth, entropy = logprob.reference(exact, head, targets, temperature=temperature, softcap=softcap)

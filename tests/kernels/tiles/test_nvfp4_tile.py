@@ -22,7 +22,9 @@ def assert_fits(tile, M, N, K):
 
 @pytest.mark.parametrize(("N", "K"), [(3584, 3584), (37888, 3584), (64, 64), (3584, 18944)])
 def test_every_candidate_fits_for_all_its_tokens(N, K):
-    for most_tokens, fewest in zip(op.MOST_TOKENS, (1, *(most + 1 for most in op.MOST_TOKENS)), strict=False):
+    for most_tokens, fewest in zip(
+        op.TOKEN_BOUNDS, (1, *(most + 1 for most in op.TOKEN_BOUNDS)), strict=False
+    ):
         choices = candidates(N, K, most_tokens)
         assert choices
         for choice in choices:
@@ -48,7 +50,7 @@ def test_a_tile_has_fewer_stages_beside_u():
 
 def test_a_measured_product_takes_its_own_choice():
     for gpu, choices in op.read().items():
-        assert {choice.most_tokens for choice in choices} == set(op.MOST_TOKENS)
+        assert {choice.most_tokens for choice in choices} == set(op.TOKEN_BOUNDS)
         for choice in choices:
             assert op.choose_tile(choice.most_tokens, choice.N, choice.K, gpu) == choice.tile(
                 choice.most_tokens, choice.K

@@ -8,7 +8,7 @@ from conftest import rms_error
 from kernels.tiles.test_nvfp4_decode import case, low_ranks, torch_path
 from qerl.kernels.runtime.architectures import ARCHITECTURES, TESTED
 from qerl.kernels.tiles import nvfp4_decode as op
-from qerl.kernels.tiles.nvfp4_tile import MOST_TOKENS
+from qerl.kernels.tiles.nvfp4_tile import TOKEN_BOUNDS
 from qerl.kernels.tiles.portable_product import PortableProduct
 from qerl.kernels.tiles.portable_table import MeasuredChoice, choose_portable_tile, merged, read
 from qerl.kernels.tiles.portable_tile import PortableChoice, PortableTile, candidates, rule
@@ -36,7 +36,7 @@ def test_up_to_32_tokens_k_is_split_at_the_same_places(name, N, K):
     assert len({(t.rows, t.k_block, t.ctas_per_sm) for t in tiles}) == 1
 
 
-@pytest.mark.parametrize("most_tokens", MOST_TOKENS)
+@pytest.mark.parametrize("most_tokens", TOKEN_BOUNDS)
 def test_candidates_are_different_tiles_that_fit(most_tokens):
     for name in TESTED:
         card = ARCHITECTURES[name]

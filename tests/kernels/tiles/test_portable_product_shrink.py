@@ -11,7 +11,7 @@ from qerl.kernels.tiles import nvfp4_decode as op
 from qerl.kernels.tiles.lora_shrink_portable import PortableLoraShrink
 from qerl.kernels.tiles.packed_product import PackedAdapter
 from qerl.kernels.tiles.portable_product import PortableProduct
-from qerl.kernels.tiles.portable_shrink import MOST_ROWS
+from qerl.kernels.tiles.portable_shrink import MAX_ROWS
 from qerl.kernels.tiles.portable_tile import PortableTile, rule
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
@@ -70,7 +70,7 @@ def test_no_less_exact_than_torch(M, N, K, R, kernels_of, rng):
     kernels, bias, residual = kernels_of(), torch.randn(N).cuda(), torch.randn(M, N).cuda() * 8
     exact, plain_u = low_ranks(x, a, 0.75)
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
-    assert kernels.computes_lora_hidden(M, N, K, R) == (M <= MOST_ROWS)
+    assert kernels.computes_lora_hidden(M, N, K, R) == (M <= MAX_ROWS)
     for extra in ((None, None), (bias, None), (bias, residual)):
         got = kernels.linear(
             x, tiles, factors, adapter=PackedAdapter(a, b, 0.75), bias_N=extra[0], residual_MN=extra[1]

@@ -204,28 +204,19 @@ class PagedLayout:
             ends=SequenceEnds.of(num_queries, num_keys, device),
         )
 
-    @functools.cached_property
-    def packed(self) -> PackedLayout:
-        return self._packed(None)
-
     def windowed(self, window: int | None) -> PackedLayout:
-        if window is None:
-            return self.packed
         if window not in self._windowed:
-            self._windowed[window] = self._packed(window)
+            queries, keys = self.ends.queries.tolist(), self.ends.keys.tolist()
+            spans = [
+                (queries[i], queries[i + 1] - queries[i], torch.arange(keys[i], keys[i + 1]))
+                for i in range(len(queries) - 1)
+            ]
+            self._windowed[window] = _layout(spans, self.key_slots.device, window)
         return self._windowed[window]
 
     @functools.cached_property
-    def _windowed(self) -> dict[int, PackedLayout]:
+    def _windowed(self) -> dict[int | None, PackedLayout]:
         return {}
-
-    def _packed(self, window: int | None) -> PackedLayout:
-        queries, keys = self.ends.queries.tolist(), self.ends.keys.tolist()
-        spans = [
-            (queries[i], queries[i + 1] - queries[i], torch.arange(keys[i], keys[i + 1]))
-            for i in range(len(queries) - 1)
-        ]
-        return _layout(spans, self.key_slots.device, window)
 
 
 def packed_attention(

@@ -17,7 +17,7 @@ from qerl.kernels.pointwise.matmul_fp32 import product
 
 CASES = ((6, 2, 16, 5, 40), (9, 3, 64, 16, 24), (4, 4, 32, 64, 3))  # N, K, H, page_tokens, pages of a table
 CHUNK = 128
-_LEAST = -1e30  # finite, so that a chunk of which a row sees no position changes nothing
+_MIN_SCORE = -1e30  # finite, so that a chunk of which a row sees no position changes nothing
 
 
 def chunked_decode(
@@ -31,7 +31,7 @@ def chunked_decode(
     """Return o_BNH over lengths_B >= 1 positions per row; tables_BX is padded with initialized pages."""
     (B, N, H), (page_tokens, K), X = q_BNH.shape, pages_k.shape[1:3], tables_BX.shape[1]
     q_bLH = q_BNH.reshape(B * K, N // K, H)
-    largest_bL1 = torch.full((B * K, N // K, 1), _LEAST, device=q_BNH.device)
+    largest_bL1 = torch.full((B * K, N // K, 1), _MIN_SCORE, device=q_BNH.device)
     sum_bL1, o_bLH = torch.zeros_like(largest_bL1), torch.zeros(q_bLH.shape, device=q_BNH.device)
     if options.sinks_N is not None:
         largest_bL1 = options.sinks_N.view(1, K, N // K, 1).expand(B, -1, -1, -1).flatten(0, 1).clone()

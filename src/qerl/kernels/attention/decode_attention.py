@@ -39,7 +39,7 @@ from qerl.kernels.attention.decode_shape import (
     Variant,
     choose_shape,
     choose_stages,
-    most_chunks,
+    max_chunks,
 )
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.attention.fp8_pages import to_fp8
@@ -169,10 +169,10 @@ def supports(
     """True if there is a kernel for this shape. rotary_size: elements of a head that are rotated, its first
     ones; None: all. Any AttentionOptions are supported."""
     group, rest = divmod(num_heads, num_kv_heads)
-    most = {64: 16, 128: 16, 256: 8}.get(head_size, 0)  # more would not fit into the registers
+    max_group = {64: 16, 128: 16, 256: 8}.get(head_size, 0)  # more would not fit into the registers
     turned = head_size if rotary_size is None else rotary_size
     is_rotation = turned % 32 == 0 and 0 <= turned <= head_size
-    return rest == 0 and 1 <= group <= most and page_tokens % 16 == 0 and is_rotation
+    return rest == 0 and 1 <= group <= max_group and page_tokens % 16 == 0 and is_rotation
 
 
 class DecodeAttention:
@@ -230,8 +230,8 @@ class DecodeAttention:
         return compiled(f"{name}.cu", name, self._device, defines, shared_bytes=shared_bytes)
 
     def _compile_write(self, variant: Variant):
-        name = "decode_attention_write"
-        return compiled(f"{name}.cu", name, self._device, self._defines(CHUNK, variant))
+        defines = self._defines(CHUNK, variant)
+        return compiled("decode_attention_write.cu", "decode_attention_write", self._device, defines)
 
     def _defines(self, chunk: int, variant: Variant) -> dict[str, int]:
         options = {
@@ -290,10 +290,10 @@ class DecodeAttention:
         kernel = self._kernel(shape, Variant.of(angles.shape[1], options))
         resident = kernel.resident_ctas(_THREADS)
         assert resident > 0
-        most = most_chunks(positions, shape.least_chunk, options.window)
-        adding = H // 16 if shape.has_few_rows and most > 1 else 1  # CTAs that add up a row's head
+        num_chunks = max_chunks(positions, shape.min_chunk, options.window)
+        adding = H // 16 if shape.has_few_rows and num_chunks > 1 else 1  # CTAs that add up a row's head
         # CTAs wait for one another, so all must run at once
-        grid = min(self._num_sms * resident, B * K * max(most, adding))
+        grid = min(self._num_sms * resident, B * K * max(num_chunks, adding))
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
         return out_BNH
 

@@ -30,7 +30,7 @@ class Shape:
     """DecodeState.chunk_1 has the positions of a chunk, at most `chunk`."""
 
     @property
-    def least_chunk(self) -> int:
+    def min_chunk(self) -> int:
         return LONG_CHUNKS[0] if self.is_variable else self.chunk
 
     def best_chunk(self, lengths_B: Sequence[int], num_kv_heads: int, num_sms: int) -> int:
@@ -90,7 +90,7 @@ def choose_stages(
     return stages, stages * stage_bytes + 4 * max_rows
 
 
-def most_chunks(num_positions: int, chunk: int, window: int | None) -> int:
-    """Return the most chunks of a row of at most so many positions, or the window's if they are fewer."""
+def max_chunks(num_positions: int, chunk: int, window: int | None) -> int:
+    """Return the maximum chunks of a row of up to num_positions positions; of a window, if it has fewer."""
     all_chunks = -(-num_positions // chunk)
     return all_chunks if window is None else min(all_chunks, (window + chunk - 2) // chunk + 1)

@@ -29,9 +29,9 @@ from qerl.kernels.runtime.nvrtc import addresses
 
 _THREADS = 256
 _BLOCK = 128  # rows: the kernel's blocks of keys, and twice or once those of queries
-_LEAST_ROWS = 2048  # of a batch: below, splitting saves less than 0.1 ms
-_MOST_ROWS = 32_768  # up to here the gradients of the copies (2 GB at 7B) are less than what an MLP takes
-_MOST_COPIES = 4  # R of split runs by the rows, at most
+_MIN_ROWS = 2048  # of a batch: below, splitting saves less than 0.1 ms
+_MAX_ROWS = 32_768  # up to here the gradients of the copies (2 GB at 7B) are less than what an MLP takes
+_MAX_COPIES = 4  # R of split runs by the rows, at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,25 +116,26 @@ def split(runs: list[Run], num_heads: int, num_sms: int) -> list[Run]:
     turns = -(-len(runs) * num_heads * blocks // num_sms) if blocks > 1 else 1
     share = sum(run.cost for run in runs) * num_heads / num_sms
     chain = max(run.cost for run in runs) * turns / blocks
-    if not _LEAST_ROWS <= num_rows <= _MOST_ROWS or chain <= 1.5 * share:
+    if not _MIN_ROWS <= num_rows <= _MAX_ROWS or chain <= 1.5 * share:
         return runs
-    for most in (share / 2, share):
-        parts = [part for run in runs for part in parts_of(run, most)]
-        if sum(part.num_keys for part in parts) <= _MOST_COPIES * num_rows:
+    for max_cost in (share / 2, share):
+        parts = [part for run in runs for part in parts_of(run, max_cost)]
+        if sum(part.num_keys for part in parts) <= _MAX_COPIES * num_rows:
             return parts
     return runs
 
 
-def parts_of(run: Run, most: float) -> list[Run]:
+def parts_of(run: Run, max_cost: float) -> list[Run]:
     """Return the run split from its end on, in multiples of 128 rows but for the first part, so that no part
-    costs much more than this unless it has 128 rows."""
+    costs much more than max_cost unless it has 128 rows."""
     parts, rows = [], run.rows
     while rows:
         left = Run(rows, run.before)
         num_keys = left.num_keys
-        fitting = num_keys - math.sqrt(max(num_keys**2 - 2 * most, 0))  # rows * (num_keys - rows / 2) = most
+        # the root of rows * (num_keys - rows / 2) = max_cost
+        fitting = num_keys - math.sqrt(max(num_keys**2 - 2 * max_cost, 0))
         size = max(int(fitting) // _BLOCK * _BLOCK, _BLOCK)
-        size = len(rows) if left.cost <= most or len(rows) < size + _BLOCK // 2 else size
+        size = len(rows) if left.cost <= max_cost or len(rows) < size + _BLOCK // 2 else size
         earlier, last = rows[:-size], rows[-size:]
         parts.append(Run(last, (*run.before, earlier) if earlier else run.before))
         rows = earlier

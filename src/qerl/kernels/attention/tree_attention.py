@@ -77,19 +77,13 @@ class TreeLayout:
     def _split_runs(self) -> dict[int, Runs]:
         return {}
 
-    @functools.cached_property
-    def packed(self) -> PackedLayout:
-        return PackedLayout.of(list(self.trees), self.device)
-
     def windowed(self, window: int | None) -> PackedLayout:
-        if window is None:
-            return self.packed
         if window not in self._windowed:
             self._windowed[window] = PackedLayout.of(list(self.trees), self.device, window)
         return self._windowed[window]
 
     @functools.cached_property
-    def _windowed(self) -> dict[int, PackedLayout]:
+    def _windowed(self) -> dict[int | None, PackedLayout]:
         return {}
 
 
@@ -153,9 +147,9 @@ class _FlashOverRuns(torch.autograd.Function):
         is_whole = ctx.options.window is not None
         runs = ctx.layout.runs if is_whole else ctx.layout.split_runs(q_TNH.shape[1])
         k_RKH, v_RKH = runs.gathered(k_TKH, v_TKH)
-        given = do_TNH.contiguous(), q_TNH, k_RKH, v_RKH, tuple(attended), runs.ends, ctx.options
+        operands = do_TNH.contiguous(), q_TNH, k_RKH, v_RKH, tuple(attended)
         with _deterministic():
-            dq_TNH, dk_RKH, dv_RKH = gradients(*given)
+            dq_TNH, dk_RKH, dv_RKH = gradients(*operands, runs.ends, ctx.options)
         return dq_TNH, *runs.summed(dk_RKH, dv_RKH), None, None
 
 

@@ -83,7 +83,7 @@ def copies_ahead(architecture: CudaArchitecture) -> bool:
     return _CTAS * wanted <= architecture.sm_shared_bytes
 
 
-def _most_ctas(device: torch.device) -> int | None:
+def _max_ctas(device: torch.device) -> int | None:
     """Return the CTAs of a launch that copies ahead; None: it does not, and each head has its own CTA."""
     if device.type == "cpu" or not copies_ahead(architecture_of(device)):
         return None
@@ -164,7 +164,7 @@ class DeltaNetStep:
         assert supports(shape) and shape.num_value_heads % shape.num_key_heads == 0
         self._shape, self._device, self._is_by_head = shape, device, is_by_head
         self._kernel = cached_method(self._compile)
-        self._most_ctas = _most_ctas(device)
+        self._max_ctas = _max_ctas(device)
         # value heads that have read their key head's kept inputs; every launch leaves zeros
         self._turns = torch.zeros(max_rows * shape.num_key_heads, dtype=torch.int32, device=device)
 
@@ -198,9 +198,9 @@ class DeltaNetStep:
         out_BX = rows(B, shape.value_width, room, y_BX)
         operands = self._operands(y_BX, gates, weights, conv_SWC, state_SNHV, state, out_BX)
         units = B * shape.num_value_heads
-        ahead = self._most_ctas is not None and units > self._most_ctas
+        ahead = self._max_ctas is not None and units > self._max_ctas
         kernel = self._kernel(0 if gates.b_NR is None else gates.b_NR.shape[1], ahead)
-        grid = self._most_ctas if ahead else units
+        grid = self._max_ctas if ahead else units
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(operands,))
         return out_BX
 

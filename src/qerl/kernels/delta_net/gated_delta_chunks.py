@@ -22,12 +22,12 @@ from torch import Tensor
 
 from qerl.kernels.runtime import row_kernel
 from qerl.kernels.runtime.architectures import SYSTEM_SHARED_BYTES, CudaArchitecture, architecture_of
-from qerl.kernels.runtime.nvrtc import CudaKernel, KernelVariant, addresses, compiled
+from qerl.kernels.runtime.nvrtc import CudaKernel, addresses, compiled
 
 FILE, NAME = "gated_delta_chunks.cu", "gated_delta_chunks"
 HEAD, COLUMNS = 128, 64
 SHARED_BYTES = 67_328  # struct Shared
-_THREADS, _MOST_CTAS = 128, 2
+_THREADS, _MAX_CTAS = 128, 2
 
 
 def takes(q_TKH: Tensor, k_TKH: Tensor, v_TNV: Tensor, state_SNHV: Tensor) -> bool:
@@ -65,7 +65,7 @@ def gated_delta_chunks(
 
 def kernel_of(device: torch.device) -> CudaKernel:
     """Return the kernel for a device, the same object each time: a new one would load its module again."""
-    return _kernel(device, most_ctas(architecture_of(device)))
+    return _kernel(device, max_ctas(architecture_of(device)))
 
 
 @functools.cache
@@ -73,11 +73,6 @@ def _kernel(device: torch.device, ctas: int) -> CudaKernel:
     return compiled(FILE, NAME, device, {"CTAS": ctas}, shared_bytes=SHARED_BYTES)
 
 
-def most_ctas(architecture: CudaArchitecture) -> int:
+def max_ctas(architecture: CudaArchitecture) -> int:
     """Return how many CTAs a multiprocessor's shared memory allows at once."""
-    return min(architecture.sm_shared_bytes // (SHARED_BYTES + SYSTEM_SHARED_BYTES), _MOST_CTAS)
-
-
-def variant(architecture: CudaArchitecture) -> KernelVariant:
-    """Return the kernel that an architecture launches."""
-    return KernelVariant(FILE, NAME, (("CTAS", most_ctas(architecture)),), _THREADS, SHARED_BYTES)
+    return min(architecture.sm_shared_bytes // (SHARED_BYTES + SYSTEM_SHARED_BYTES), _MAX_CTAS)

@@ -57,16 +57,16 @@ def _by_torch(
     x_TC: Tensor, weight_CW: Tensor, layout: SequenceLayout, state_SWC: Tensor
 ) -> tuple[Tensor, Tensor]:
     (T, _), W, S = x_TC.shape, weight_CW.shape[1], len(layout.lengths)
-    given_TC = torch.cat((state_SWC.to(x_TC.dtype).flatten(0, 1), x_TC))
+    inputs_TC = torch.cat((state_SWC.to(x_TC.dtype).flatten(0, 1), x_TC))
     # every sequence's state, then its rows: [T + S (W - 1), C]
     before_S = torch.arange(S, device=x_TC.device) * (W - 1)
     places_T = torch.arange(W - 1, T + W - 1, device=x_TC.device)
     places_T = places_T + before_S.repeat_interleave(layout.ends.diff(), output_size=T)
     offsets_W = torch.arange(W - 1, device=x_TC.device)
     places_SW = (layout.ends[:-1] + before_S)[:, None] + offsets_W
-    rows = torch.empty(len(given_TC), dtype=torch.long, device=x_TC.device)
-    rows[torch.cat((places_SW.flatten(), places_T))] = torch.arange(len(given_TC), device=x_TC.device)
-    joined_TC = given_TC[rows]
+    rows = torch.empty(len(inputs_TC), dtype=torch.long, device=x_TC.device)
+    rows[torch.cat((places_SW.flatten(), places_T))] = torch.arange(len(inputs_TC), device=x_TC.device)
+    joined_TC = inputs_TC[rows]
     last_SW = (layout.ends[1:] + before_S)[:, None] + offsets_W
     return _taps(joined_TC, weight_CW)[places_T - (W - 1)].to(x_TC.dtype), joined_TC[last_SW]
 

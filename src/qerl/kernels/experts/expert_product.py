@@ -63,24 +63,24 @@ class RowEnds(tuple[int, ...]):
     def _grouped(self) -> "dict[tuple[int, torch.device], GroupedRows]":
         return {}
 
-    def grouped(self, most: int, device: torch.device) -> "GroupedRows":
-        if (most, device) not in self._grouped:
-            self._grouped[most, device] = GroupedRows.of(self, most, device)
-        return self._grouped[most, device]
+    def grouped(self, max_experts: int, device: torch.device) -> "GroupedRows":
+        if (max_experts, device) not in self._grouped:
+            self._grouped[max_experts, device] = GroupedRows.of(self, max_experts, device)
+        return self._grouped[max_experts, device]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedRows:
-    """The experts that have rows, cut evenly into parts of at most `most` experts."""
+    """The experts that have rows, cut evenly into parts of at most `max_experts` experts."""
 
     parts: list[_Part]
     whole: _Part
 
     @classmethod
-    def of(cls, ends: Sequence[int], most: int, device: torch.device) -> "GroupedRows":
+    def of(cls, ends: Sequence[int], max_experts: int, device: torch.device) -> "GroupedRows":
         """ends: E + 1 numbers, from 0 to S."""
         chosen = [e for e in range(len(ends) - 1) if ends[e + 1] > ends[e]]
-        size = -(-len(chosen) // max(-(-len(chosen) // most), 1))
+        size = -(-len(chosen) // max(-(-len(chosen) // max_experts), 1))
         cuts = [chosen[at : at + size] for at in range(0, len(chosen), size)] if chosen else []
         relative = [ends[e + 1] - ends[cut[0]] for cut in cuts for e in cut]
         absolute = [ends[e + 1] for e in chosen]
@@ -102,8 +102,8 @@ def multiply(
     adapter: tuple[Tensor, Tensor, Tensor, Tensor, float] | None,
 ) -> Tensor:
     """Return y_SN; arguments as those of grouped_linear, adapter: the fields of a GroupedAdapter."""
-    most = buffer_experts(*experts.shape, x_SK.element_size())
-    rows = (ends if isinstance(ends, RowEnds) else RowEnds(ends)).grouped(most, x_SK.device)
+    max_experts = buffer_experts(*experts.shape, x_SK.element_size())
+    rows = (ends if isinstance(ends, RowEnds) else RowEnds(ends)).grouped(max_experts, x_SK.device)
     a_ERK, b_ENR, a_work, b_work, scaling = adapter or (None,) * 5
     low_rank = _LowRank(a_work, b_work, 0.0 if scaling is None else scaling)
     return _Grouped.apply(x_SK, rows, experts, bias_EN, low_rank, a_ERK, b_ENR)
@@ -202,8 +202,8 @@ def _product(
 
 def _operands(experts: WeightStack, rows: GroupedRows, dtype: torch.dtype) -> Iterator[tuple[_Part, Tensor]]:
     _, n, k = experts.shape
-    most = max((len(part.chosen) for part in rows.parts), default=0) if needs_buffer(experts, dtype) else 0
-    buffer = torch.empty(most, n, k, dtype=dtype, device=rows.whole.ends_G.device)
+    largest = max((len(part.chosen) for part in rows.parts), default=0) if needs_buffer(experts, dtype) else 0
+    buffer = torch.empty(largest, n, k, dtype=dtype, device=rows.whole.ends_G.device)
     for part in rows.parts:
         has_row_alphas = experts.alpha_E.dim() == 2  # powers of two, which change no bit of the mantissas
         is_multiplied = has_row_alphas and row_kernel.are_vectors(buffer)
@@ -227,10 +227,11 @@ def _outer(y_SN: Tensor, x_SK: Tensor, whole: _Part, like: Tensor) -> Tensor:
     """Return each expert's y^T @ x, fp32 [E, N, K]; their sum [1, N, K] if `like` is shared."""
     if len(like) == 1:
         return (y_SN.T @ x_SK).float()[None]
-    found = _grouped(y_SN.T, x_SK, whole.ends_G).float()
+    products_GNK = _grouped(y_SN.T, x_SK, whole.ends_G).float()
     if len(whole.chosen) == len(like):
-        return found
-    return found.new_zeros(len(like), *found.shape[1:]).index_copy_(0, whole.chosen_G.long(), found)
+        return products_GNK
+    zeros = products_GNK.new_zeros(len(like), *products_GNK.shape[1:])
+    return zeros.index_copy_(0, whole.chosen_G.long(), products_GNK)
 
 
 def _picked(t: Tensor, part: _Part) -> Tensor:

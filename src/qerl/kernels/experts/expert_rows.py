@@ -48,13 +48,13 @@ def scale_and_add(
     out: Tensor,
 ) -> None:
     """Write out[s], for all rows of the product; out may be the product itself."""
-    (S, N), given = product_SN.shape, [x for x in (bias_EN, plus_SN) if x is not None]
-    if not S or (alpha_E is None and not given):
+    (S, N), terms = product_SN.shape, [x for x in (bias_EN, plus_SN) if x is not None]
+    if not S or (alpha_E is None and not terms):
         if out is not product_SN:
             out.copy_(product_SN)
         return
-    if row_kernel.are_vectors(product_SN, out, *given):
-        assert all(x.is_contiguous() for x in (product_SN, out, chosen_G, ends_G, *given))
+    if row_kernel.are_vectors(product_SN, out, *terms):
+        assert all(x.is_contiguous() for x in (product_SN, out, chosen_G, ends_G, *terms))
         assert alpha_E is None or (alpha_E.dtype == torch.float32 and alpha_E.is_contiguous())
         blocks = -(-N // 2048)
         pointers = addresses(product_SN, alpha_E, bias_EN, plus_SN, chosen_G, ends_G, out)

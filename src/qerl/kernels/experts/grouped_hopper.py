@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from qerl.kernels.experts.grouped_product import CASES, ITEM_ROWS, GroupedProduct
+from qerl.kernels.experts.grouped_product import GroupedProduct
 from qerl.kernels.experts.moe_route import Routed
 from qerl.kernels.runtime.architectures import ARCHITECTURES, SYSTEM_SHARED_BYTES
-from qerl.kernels.runtime.nvrtc import KernelVariant, compiled, tensor_map
+from qerl.kernels.runtime.nvrtc import compiled, tensor_map
 from qerl.kernels.tiles.nvfp4_tile import Tile
 
 FILE, NAME = "grouped_hopper.cu", "grouped_hopper"
 _K_BLOCKS = (320, 256, 192, 128, 64)
-_LEAST_STAGES, _MOST_STAGES = 3, 8
+_MIN_STAGES, _MAX_STAGES = 3, 8
 _BOX_ROWS = 8  # of x
 
 
@@ -28,7 +28,7 @@ def hopper_tile(tokens: int, K: int) -> Tile:
     Two warpgroups of one CTA were within 5 % of the best tiles of gpt-oss-20b and Qwen3-30B-A3B on an H100,
     at 8, 64 and 256 rows of a step; three have no registers left for an adapter's B."""
     tiles = (deepest(tokens, 2, k_block, 1) for k_block in _K_BLOCKS if K % k_block == 0)
-    return next(tile for tile in tiles if tile.stages >= _LEAST_STAGES)
+    return next(tile for tile in tiles if tile.stages >= _MIN_STAGES)
 
 
 def deepest(tokens: int, warpgroups: int, k_block: int, ctas_per_sm: int) -> Tile:
@@ -36,7 +36,7 @@ def deepest(tokens: int, warpgroups: int, k_block: int, ctas_per_sm: int) -> Til
     card, one = ARCHITECTURES["sm_90a"], Tile(tokens, warpgroups, k_block, 1, ctas_per_sm)
     room = card.sm_shared_bytes // ctas_per_sm - SYSTEM_SHARED_BYTES
     stages = 1 + (room - one.shared_bytes) // (one.stage_bytes + 16)
-    return Tile(tokens, warpgroups, k_block, min(stages, _MOST_STAGES), ctas_per_sm)
+    return Tile(tokens, warpgroups, k_block, min(stages, _MAX_STAGES), ctas_per_sm)
 
 
 class HopperGroupedProduct(GroupedProduct):
@@ -57,7 +57,8 @@ class HopperGroupedProduct(GroupedProduct):
 
 
 def defines_of(tile: Tile, swiglu: int, is_first: bool, rank: int = 0, order: int = 0) -> dict[str, int]:
-    """Arguments as those of GroupedTile.defines; is_first: the plan may be from the previous kernel."""
+    """Return the constants of a product, from the arguments of grouped_product.defines_of. is_first: the plan
+    may be from the previous kernel."""
     adapter = {"RANK": rank, "ORDER": order} if rank else {}
     return adapter | {
         "MT": tile.tokens,
@@ -69,20 +70,3 @@ def defines_of(tile: Tile, swiglu: int, is_first: bool, rank: int = 0, order: in
         "EARLY": int(not is_first),
         "GROUP_STRIDE": _BOX_ROWS * 2 * tile.k_block,
     }
-
-
-def variants() -> list[KernelVariant]:
-    """Return what is launched for the sizes of CASES, and adapters for the smallest and largest items."""
-    forms = ((0, False), (2, True), (0, False, 16, 0), (2, True, 4, 2))
-    found = {
-        (hopper_tile(tokens, K), form)
-        for tokens in ITEM_ROWS
-        for _, K in CASES
-        for form in forms
-        if len(form) == 2 or tokens in (ITEM_ROWS[0], ITEM_ROWS[-1])
-    }
-    each = [(tile, tuple(sorted(defines_of(tile, *form).items()))) for tile, form in found]
-    return [
-        KernelVariant(FILE, NAME, pairs, t.threads(has_adapter_warp=False), t.shared_bytes)
-        for t, pairs in each
-    ]

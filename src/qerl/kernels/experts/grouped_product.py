@@ -5,7 +5,7 @@
     with adapters y_SN[s] += scaling * (x[row(s)] @ a_ERK[e]^T) @ b_ENR[e]^T
 
 Rows are sorted by expert on the device (moe_route.py), so the grid is fixed and the host waits for nothing:
-CTAs walk over units of one item, up to `GroupedTile.tokens` rows of an expert, and one tile of its weight.
+CTAs walk over units of one item, up to `PortableTile.tokens` rows of an expert, and one tile of its weight.
 Every sum runs over all k in one order, so a row's bits do not depend on the other rows of the step. The
 kernel is for any GPU from Ampere on, Hopper included: with few rows for each expert it is bound by memory.
 
@@ -28,8 +28,9 @@ from qerl.kernels.experts.grouped_linear import reference as linear_reference
 from qerl.kernels.experts.moe_route import Routed
 from qerl.kernels.pointwise.swiglu import reference as swiglu_reference
 from qerl.kernels.runtime.architectures import CudaArchitecture, architecture_of, num_sms
-from qerl.kernels.runtime.nvrtc import KernelVariant, addresses, cached_method, compiled
+from qerl.kernels.runtime.nvrtc import addresses, cached_method, compiled
 from qerl.kernels.tiles.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.tiles.portable_tile import PortableTile
 
 FILE, NAME = "grouped_product.cu", "grouped_product"
 SHRINK_FILE, SHRINK_NAME = "expert_shrink.cu", "expert_shrink"
@@ -37,8 +38,8 @@ RANKS = (4, 8, 12, 16)
 CASES = ((5760, 2880), (2880, 2880), (1536, 2048), (2048, 768))  # N, K
 ITEM_ROWS = (8, 16, 32, 64)
 _K_BLOCKS = (256, 192, 128, 64)
-_MOST_STAGES, _LEAST_STAGES = 8, 3
-_MOST_BYTES = 160 << 10  # of the stages of a CTA
+_MAX_STAGES, _MIN_STAGES = 8, 3
+_MAX_BYTES = 160 << 10  # of the stages of a CTA
 _MEASURED_BYTES = 200 << 10  # shared memory of a multiprocessor
 _NARROW_ROWS = 4096
 _SHRINK_THREADS = 256
@@ -84,50 +85,6 @@ class Activation(NamedTuple):
     limit: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GroupedTile:
-    """GroupedTile(tokens=8, row_warps=4, row_blocks=1, k_block=256, stages=4, ctas_per_sm=3)"""
-
-    tokens: int
-    row_warps: int
-    row_blocks: int
-    k_block: int
-    stages: int
-    ctas_per_sm: int
-
-    @property
-    def rows(self) -> int:
-        return 16 * self.row_warps * self.row_blocks
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.row_warps
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.tokens * self.k_block * 2 + self.rows // TILE_ROWS * self.k_block // TILE_K * TILE_BYTES
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes
-
-    def defines(self, swiglu: int, gather: bool, rank: int = 0, order: int = 0) -> dict[str, int]:
-        """swiglu: 0 none, 1 plain, 2 clamped. gather: x has the rows of the step, not sorted ones; then the
-        plan may be from the previous kernel. rank: of the adapters; 0 is none. order: an AdapterRows."""
-        adapter = {"RANK": rank, "ORDER": order} if rank else {}
-        return adapter | {
-            "MT": self.tokens,
-            "WR": self.row_warps,
-            "R16": self.row_blocks,
-            "KB": self.k_block,
-            "STAGES": self.stages,
-            "CTAS": self.ctas_per_sm,
-            "SWIGLU": swiglu,
-            "GATHER": int(gather),
-            "EARLY": int(not gather),
-        }
-
-
 def reference(
     x_SK: Tensor,
     offsets: list[int],
@@ -146,36 +103,56 @@ def reference(
     return clamped_reference(gate_SF, up_SF, alpha=activation.alpha, limit=activation.limit)
 
 
+def defines_of(
+    tile: PortableTile, swiglu: int, gather: bool, rank: int = 0, order: int = 0
+) -> dict[str, int]:
+    """Return the constants of a product. swiglu: 0 none, 1 plain, 2 clamped. gather: x has the rows of the
+    step, not sorted ones; then the plan may be from the previous kernel. rank: of the adapters; 0 is none.
+    order: an AdapterRows."""
+    adapter = {"RANK": rank, "ORDER": order} if rank else {}
+    return adapter | {
+        "MT": tile.tokens,
+        "WR": tile.row_warps,
+        "R16": tile.row_blocks,
+        "KB": tile.k_block,
+        "STAGES": tile.stages,
+        "CTAS": tile.ctas_per_sm,
+        "SWIGLU": swiglu,
+        "GATHER": int(gather),
+        "EARLY": int(not gather),
+    }
+
+
 def item_rows(rows: int, num_chosen: int, num_experts: int) -> int:
-    """Return the most rows of an item: what most experts do not exceed if rows are spread evenly."""
+    """Return the maximum rows of an item: few experts have more if rows are spread evenly."""
     mean = rows * num_chosen / num_experts
-    most = min(rows, mean + 2 * math.sqrt(mean))
-    return next((n for n in ITEM_ROWS if n >= most), ITEM_ROWS[-1])
+    wanted = min(rows, mean + 2 * math.sqrt(mean))
+    return next((n for n in ITEM_ROWS if n >= wanted), ITEM_ROWS[-1])
 
 
 @functools.lru_cache(maxsize=256)
-def grouped_tile(tokens: int, N: int, K: int, card: CudaArchitecture) -> GroupedTile:
+def grouped_tile(tokens: int, N: int, K: int, card: CudaArchitecture) -> PortableTile:
     """Return the tile for items of up to this many rows: the fastest measured form, with the widest k that
     leaves three stages; where none was measured, as many CTAs and k as leave room for four stages."""
     assert tokens in ITEM_ROWS and K % TILE_K == 0
     k_blocks = [k for k in _K_BLOCKS if K % k == 0]
-    forms = _measured_forms(tokens, N) if card.sm_shared_bytes >= _MEASURED_BYTES else ()
+    forms = _fastest_forms(tokens, N) if card.sm_shared_bytes >= _MEASURED_BYTES else ()
     for k_block in k_blocks:
         for row_warps, row_blocks, ctas in forms:
-            tile = _deepest(GroupedTile(tokens, row_warps, row_blocks, k_block, 0, ctas), card)
-            if tile.stages >= _LEAST_STAGES:
+            tile = _deepest(PortableTile(tokens, row_warps, 1, row_blocks, k_block, 1, ctas), card)
+            if tile.stages >= _MIN_STAGES:
                 return tile
-    row_blocks, most_ctas = (1, 3) if tokens <= 16 else (2, 2)
-    for least in (4, _LEAST_STAGES):
-        for ctas in range(most_ctas, 0, -1):
+    row_blocks, max_ctas = (1, 3) if tokens <= 16 else (2, 2)
+    for min_stages in (4, _MIN_STAGES):
+        for ctas in range(max_ctas, 0, -1):
             for k_block in k_blocks:
-                tile = _deepest(GroupedTile(tokens, 4, row_blocks, k_block, 0, ctas), card)
-                if tile.stages >= least:
+                tile = _deepest(PortableTile(tokens, 4, 1, row_blocks, k_block, 1, ctas), card)
+                if tile.stages >= min_stages:
                     return tile
     raise AssertionError(f"no tile of {tokens} rows fits {card}")
 
 
-def _measured_forms(tokens: int, N: int) -> tuple[tuple[int, int, int], ...]:
+def _fastest_forms(tokens: int, N: int) -> tuple[tuple[int, int, int], ...]:
     """Return (row_warps, row_blocks, ctas_per_sm) in order: what was fastest on an H200 for gpt-oss-20b at 64
     and 256 rows and Qwen3-30B-A3B at 256."""
     if tokens == 64:  # a narrow weight's tiles are three rounds of one CTA, but one and a half of two
@@ -183,10 +160,10 @@ def _measured_forms(tokens: int, N: int) -> tuple[tuple[int, int, int], ...]:
     return {16: ((4, 2, 3), (4, 2, 2)), 32: ((8, 1, 2),)}.get(tokens, ())
 
 
-def _deepest(tile: GroupedTile, card: CudaArchitecture) -> GroupedTile:
+def _deepest(tile: PortableTile, card: CudaArchitecture) -> PortableTile:
     """Return the tile with as many stages as this card has room for."""
-    room = min(card.shared_bytes, card.sm_shared_bytes // tile.ctas_per_sm - 1024, _MOST_BYTES)
-    return dataclasses.replace(tile, stages=min(room // tile.stage_bytes, _MOST_STAGES))
+    room = min(card.shared_bytes, card.sm_shared_bytes // tile.ctas_per_sm - 1024, _MAX_BYTES)
+    return dataclasses.replace(tile, stages=min(room // tile.stage_bytes, _MAX_STAGES))
 
 
 class GroupedProduct:
@@ -267,24 +244,8 @@ class GroupedProduct:
         return u_SR
 
     def _compile(self, tile: Any, swiglu: int, is_first: bool, rank: int, order: int):
-        defines = tile.defines(swiglu, is_first, rank, order)
+        defines = defines_of(tile, swiglu, is_first, rank, order)
         return compiled(FILE, NAME, self._device, defines, shared_bytes=tile.shared_bytes)
 
     def _compile_shrink(self, rank: int, gather: bool):
         return compiled(SHRINK_FILE, SHRINK_NAME, self._device, {"RANK": rank, "GATHER": int(gather)})
-
-
-def variants(card: CudaArchitecture) -> list[KernelVariant]:
-    """Return what is launched for the sizes of CASES on a card of this architecture; the plain SwiGLU, which
-    differs from the clamped one by a line, for one of them, and adapters for the smallest and largest."""
-    tiles = list(dict.fromkeys(grouped_tile(tokens, N, K, card) for tokens in ITEM_ROWS for N, K in CASES))
-    forms = [(tile, *form) for tile in tiles for form in ((0, False), (2, True))] + [(tiles[0], 1, True)]
-    adapters = ((0, False, 4, 0), (0, False, 16, 0), (2, True, 4, 2), (1, True, 16, 1))
-    forms += [(tile, *form) for tile in (tiles[0], tiles[-1]) for form in adapters]
-    each = [(tile, tuple(sorted(tile.defines(*form).items()))) for tile, *form in forms]
-    products = [KernelVariant(FILE, NAME, pairs, tile.threads, tile.shared_bytes) for tile, pairs in each]
-    shrinks = [
-        KernelVariant(SHRINK_FILE, SHRINK_NAME, (("GATHER", gather), ("RANK", rank)), _SHRINK_THREADS, 0)
-        for gather, rank in ((1, 4), (0, 16))
-    ]
-    return products + shrinks

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MOST_COLUMNS = 1 << 16  # of logits at a time: with 512 rows, 134 MB in fp32
-_MOST_UNPACKED = 1 << 26  # weights of a packed head at a time: 134 MB in bfloat16
+MAX_COLUMNS = 1 << 16  # of logits at a time: with 512 rows, 134 MB in fp32
+_MAX_UNPACKED = 1 << 26  # weights of a packed head at a time: 134 MB in bfloat16
 _ALIGNED = 128  # slices begin at whole blocks of FP8, tiles of NVFP4 and bytes of a mask
 
 
@@ -34,8 +34,8 @@ def operand_rows(head: HeadOperand, rows: slice) -> Tensor:
 
 def slice_columns(vocab_size: int, width: int, *, is_packed: bool) -> int:
     """Return the number of columns of logits at a time."""
-    most = min(MOST_COLUMNS, _MOST_UNPACKED // width) if is_packed else MOST_COLUMNS
-    count = -(-vocab_size // max(most, _ALIGNED))
+    limit = min(MAX_COLUMNS, _MAX_UNPACKED // width) if is_packed else MAX_COLUMNS
+    count = -(-vocab_size // max(limit, _ALIGNED))
     return min(vocab_size, -(-vocab_size // (count * _ALIGNED)) * _ALIGNED)
 
 

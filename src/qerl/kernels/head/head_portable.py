@@ -17,7 +17,7 @@ from qerl.kernels.head.head_sample import CHUNK, HeadSample
 from qerl.kernels.runtime.architectures import CudaArchitecture, architecture_of
 from qerl.kernels.runtime.nvrtc import addresses, compiled
 
-_MOST_STAGES = 8
+_MAX_STAGES = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PortableHeadTile:
     def filling(self, card: CudaArchitecture) -> "PortableHeadTile | None":
         """Return the tile with as many stages as the card has room for; None if that is one."""
         free = min(card.shared_bytes, card.sm_shared_bytes // self.ctas_per_sm - 1024)
-        stages = min(free // dataclasses.replace(self, stages=1).shared_bytes, _MOST_STAGES)
+        stages = min(free // dataclasses.replace(self, stages=1).shared_bytes, _MAX_STAGES)
         tile = dataclasses.replace(self, stages=stages)
         registers = min(self.sums + 100, 255)  # an estimate; the launch bounds hold the compiler to it
         fits = card.resident_ctas(tile.threads, registers, tile.shared_bytes) >= self.ctas_per_sm

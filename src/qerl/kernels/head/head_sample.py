@@ -41,9 +41,9 @@ WIDTH_MULTIPLE = 128  # of D, in FP8 and NVFP4
 CHUNK = 64  # of the vocabulary; its best token and sum are one partial result
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _TOKENS = (8, 16, 32, *range(48, 225, 16), 256)  # of a tile
-_MOST_SPLIT = (128, 64, 0)  # by format
-# The most k of a stage, for tiles of up to so many tokens, by format.
-_MOST_K = (((16, 128), (256, 64)), ((32, 256), (128, 128)), ((16, 512), (80, 256), (224, 128), (256, 64)))
+_MAX_SPLIT = (128, 64, 0)  # by format
+# For each format, (tokens of a tile, maximum k of a stage), in ascending order.
+_MAX_K = (((16, 128), (256, 64)), ((32, 256), (128, 128)), ((16, 512), (80, 256), (224, 128), (256, 64)))
 _MASK = 2**32 - 1
 DRAWS, LOGITS, SCORES = 0, 1, 2  # what the product writes
 
@@ -204,14 +204,14 @@ class HeadTile:
 
 def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     """Choose the fastest tile on an H200 with V = 152064, D = 3584; dev/LOG.md lists the slower ones."""
-    most_tokens = 128 if head_format == 1 else 256
-    tokens = next(t for t in _TOKENS if t * -(-M // most_tokens) >= M)
-    most_k = next(k for up_to, k in _MOST_K[head_format] if up_to >= tokens)
-    k_block = next(k for k in (512, 256, 128, 64) if k <= most_k and D % k == 0)
+    max_tokens = 128 if head_format == 1 else 256
+    tokens = next(t for t in _TOKENS if t * -(-M // max_tokens) >= M)
+    max_k = next(k for up_to, k in _MAX_K[head_format] if up_to >= tokens)
+    k_block = next(k for k in (512, 256, 128, 64) if k <= max_k and D % k == 0)
     if tokens <= (16 if head_format == 0 else 32):
         return HeadTile(head_format, tokens, 1, k_block, 2, split=int(head_format > 0))
     warpgroups = 3 if head_format == 2 and tokens <= 128 else 2
-    return HeadTile(head_format, tokens, warpgroups, k_block, 1, int(tokens <= _MOST_SPLIT[head_format]))
+    return HeadTile(head_format, tokens, warpgroups, k_block, 1, int(tokens <= _MAX_SPLIT[head_format]))
 
 
 class HeadSample:

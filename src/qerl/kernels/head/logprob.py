@@ -14,7 +14,7 @@ The gradient of a token's logprob is one number that scales d logprob / d hidden
 that row while the logits exist and keeps it, fp32 [C, D]: two products with the head in all. Recomputing the
 logits in the backward pass would be a third.
 
-A vocabulary of up to MOST_COLUMNS tokens (head_operand.py) is read at once, of a larger one a slice of
+A vocabulary of up to MAX_COLUMNS tokens (head_operand.py) is read at once, of a larger one a slice of
 columns P after the other. r is the target if it is there, else another token:
 
     s = l_r - logprob_r     S' = logaddexp(S, s)     the log sums of this slice and of all so far
@@ -128,8 +128,9 @@ class Softcap(NamedTuple):
     scale: float
     """Factor of the products before the cap."""
 
-    def slope(self, capped_CV: Tensor) -> Tensor:
-        """Return d capped / d product."""
+    def bend_(self, products_CV: Tensor) -> Tensor:
+        """Turn products into capped logits in place; return d capped / d product."""
+        capped_CV = cap_(products_CV.mul_(self.scale), self.cap)
         return (capped_CV / self.cap).square_().neg_().add_(1).mul_(self.scale)
 
 
@@ -140,15 +141,13 @@ class _Settings(NamedTuple):
     mask: TokenMask | None
 
     def caps_in_kernel(self, head_VD: Tensor) -> bool:
-        return self.softcap is not None and self.mask is None and _caps_in_kernel(head_VD)
+        has_kernel = row_kernel.are_vectors(head_VD) and head_VD.shape[0] % 8 == 0
+        return self.softcap is not None and self.mask is None and has_kernel
 
     def bend_(self, logits_CV: Tensor, row: int, column: int) -> Tensor | None:
         """Cap and mask the logits in place; return d capped / d product, None without a cap. row, column:
         those that logits_CV[0, 0] has among all."""
-        bend_CV = None
-        if self.softcap is not None:
-            cap_(logits_CV.mul_(self.softcap.scale), self.softcap.cap)
-            bend_CV = self.softcap.slope(logits_CV)
+        bend_CV = None if self.softcap is None else self.softcap.bend_(logits_CV)
         if self.mask is not None:
             self.mask.fill_(logits_CV, row, column)
         return bend_CV
@@ -253,8 +252,8 @@ def _walk_slices(
             read.put(some, values)
             if into_CD is not None and slope_CP is not None and target_CD is not None:
                 add_product(into_CD[some], slope_CP, head_PD, beta=0)
-                own_CD = head_PD.index_select(0, local_C[some])
-                target_CD[some] = torch.where(is_inside_C[some, None], own_CD, target_CD[some])
+                row_CD = head_PD.index_select(0, local_C[some])
+                target_CD[some] = torch.where(is_inside_C[some, None], row_CD, target_CD[some])
             del slope_CP  # otherwise it would coexist with the next chunk's logits
         if running is None:
             running = _Running(read)
@@ -300,7 +299,7 @@ def _read_slice(
     if bend_CP is not None:
         bend_C = bend_CP.gather(1, local_C1).squeeze(1)
     elif softcap is not None:
-        bend_C = softcap.slope(cap_(logit_C.mul_(softcap.scale), softcap.cap))
+        bend_C = softcap.bend_(logit_C)
     has_kernel = in_kernel or _has_kernel(logits_CP, head_PD)
     logit_C = logit_C * (1 / settings.temperature) if has_kernel else logit_C / settings.temperature
     arguments = local_C1, settings.temperature, has_slope
@@ -313,10 +312,6 @@ def _read_slice(
         minus_p_C = torch.where(is_inside_C, 0.0, logprob_C.exp().mul_(bend_C).neg_())
         slope_CP.scatter_(1, local_C1, minus_p_C[:, None].to(slope_CP.dtype))
     return (logit_C, logprob_C, entropy_C, bend_C), slope_CP
-
-
-def _caps_in_kernel(head_VD: Tensor) -> bool:
-    return row_kernel.are_vectors(head_VD) and head_VD.shape[0] % 8 == 0
 
 
 def scatter_rows(

@@ -34,18 +34,18 @@ class TokenMask:
     def joined(
         parts: Sequence[AllowedTokens | None], lengths: list[int], device: torch.device
     ) -> "TokenMask | None":
-        """Return the mask of samples of so many tokens, one after the other; None if all allow all."""
-        found, rows, sets, start = dict[bytes, int](), list[int](), list[int](), 0
+        """Return the mask of consecutive samples of these lengths; None if every token is allowed."""
+        numbers, rows, sets, start = dict[bytes, int](), list[int](), list[int](), 0
         for part, length in zip(parts, lengths, strict=True):
-            for c, own in enumerate(part.set_C if part is not None else ()):
-                if part is not None and own is not None:
+            for c, index in enumerate(part.set_C if part is not None else ()):
+                if part is not None and index is not None:
                     rows.append(start + c)
-                    sets.append(found.setdefault(part.sets[own], len(found)))
+                    sets.append(numbers.setdefault(part.sets[index], len(numbers)))
             start += length
         if not rows:
             return None
-        bits = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8)
-        return TokenMask(rows, sets, sent(bits.view(len(found), -1), device))
+        bits = torch.frombuffer(bytearray(b"".join(numbers)), dtype=torch.uint8)
+        return TokenMask(rows, sets, sent(bits.view(len(numbers), -1), device))
 
     def fill_(self, logits_CV: Tensor, start: int, first_token: int = 0) -> None:
         """Fill what is left out, in place. start: the row that logits_CV[0] is. first_token: the token of

@@ -75,14 +75,14 @@ class RotatedOperand:
 
 def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[LinearPart]) -> Tensor:
     """Compute the definition in float64, [T, N] of all parts; differentiable in x and the masters."""
-    found, x_TK = [], x_TK.double()
+    outputs, x_TK = [], x_TK.double()
     for part, w_NK in zip(parts, operand_NK.double().split([p.width for p in parts]), strict=True):
         y_TN = part.alpha * (x_TK @ w_NK.T)
         if part.adapter is not None:
             a = part.adapter
             y_TN = y_TN + a.scaling * (x_TK @ a.a_RK.double().T) @ a.b_NR.double().T
-        found.append(y_TN if part.bias_N is None else y_TN + part.bias_N.double())
-    return torch.cat(found, 1)
+        outputs.append(y_TN if part.bias_N is None else y_TN + part.bias_N.double())
+    return torch.cat(outputs, 1)
 
 
 def fused_linear(
@@ -190,8 +190,8 @@ def _put_gate_up(
         some = slice(start, min(start + WIDE_ROWS, T))
         gate_up_TN = wide_TN[: some.stop - start]
         _put(gate_up_TN, x_TC[some], w_NC, bare)
-        kept_TF = None if gate_TF is None else gate_TF[some]
-        swiglu.put_swiglu(gate_up_TN, y_TF[some], kept_TF, factors_N)
+        saved_TF = None if gate_TF is None else gate_TF[some]
+        swiglu.put_swiglu(gate_up_TN, y_TF[some], saved_TF, factors_N)
 
 
 def _put_gate_up_again(
@@ -216,12 +216,12 @@ def _gradients(
     du_TR, none = row_kernel.unread(dy_TN.new_empty(len(dy_TN), rank)), dy_TN.new_empty(1)
     for part in parts:
         if (adapter := part.adapter) is not None:
-            dy_part, own = dy_TN[:, row : row + part.width], slice(column, column + _rank(part))
-            du = du_TR[:, own]
+            dy_part, columns = dy_TN[:, row : row + part.width], slice(column, column + _rank(part))
+            du = du_TR[:, columns]
             torch.addmm(none, dy_part, adapter.b_work_NR, beta=0, alpha=adapter.scaling, out=du)
             alpha = part.alpha if isinstance(part.alpha, float) else 1.0
-            db.append(summed(dy_part, u_TR[:, own], alpha))
-            column = own.stop
+            db.append(summed(dy_part, u_TR[:, columns], alpha))
+            column = columns.stop
         row += part.width
     da = summed(du_TR, x_TK).split([_rank(part) for part in parts if part.adapter]) if db else ()
     gradients = [of for both in zip(da, db, strict=True) for of in both]

@@ -12,7 +12,6 @@ maxima are
 """
 
 import dataclasses
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -20,14 +19,13 @@ from torch import Tensor
 
 from qerl.kernels.runtime import row_kernel
 from qerl.kernels.runtime.architectures import num_sms
-from qerl.kernels.runtime.nvrtc import KernelVariant
 from qerl.kernels.tiles.nvfp4_tile import TILE_K, TILE_ROWS
 from qerl.kernels.tiles.tile_layout import TileLayout
 
 NEIGHBORS = 64
 DEPTH, ROWS, COLUMNS = 128, 128, 256  # of int8_layout.cuh
-_FILE, _WEIGHT_THREADS, _MOST_ROW_THREADS = "int8_codes.cu", 256, 800
-_MOST_DEPTH = (2**31 - 1) // 127**2  # of a sum of products of integers in 32 bits
+_FILE, _WEIGHT_THREADS, _MAX_ROW_THREADS = "int8_codes.cu", 256, 800
+_MAX_DEPTH = (2**31 - 1) // 127**2  # of a sum of products of integers in 32 bits
 _TAIL = DEPTH // 2  # columns of a block in bfloat16
 
 
@@ -98,7 +96,7 @@ class RotatedWeight(NamedTuple):
 def rotated_rows(x_TS: Tensor, u_TR: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the codes of x in bfloat16, 8 times its maxima, and u as the product reads it."""
     T, n = x_TS.shape
-    assert row_kernel.are_vectors(x_TS) and n <= _MOST_DEPTH
+    assert row_kernel.are_vectors(x_TS) and n <= _MAX_DEPTH
     codes = torch.empty(row_code_bytes(T, n), dtype=torch.int8, device=x_TS.device)
     maxima_T = torch.empty(T, device=x_TS.device)
     rank, u_stride, u_lines = 0, 0, None
@@ -111,9 +109,9 @@ def rotated_rows(x_TS: Tensor, u_TR: Tensor | None) -> tuple[Tensor, Tensor, Ten
     threads, vectors = _row_threads(n)
     kernel = row_kernel.kernel(_FILE, "rotate_rows", x_TS.device, THREADS=threads, VECTORS=vectors)
     sizes = T, n, x_TS.stride(0), _padded(n, DEPTH) // DEPTH, rank, u_stride, num_tail_blocks(rank)
-    most = kernel.resident_ctas(threads) * num_sms(x_TS.device)
+    max_ctas = kernel.resident_ctas(threads) * num_sms(x_TS.device)
     parameters = x_TS, u_TR, codes, u_lines, maxima_T, *sizes
-    kernel.launch(grid=min(T, most), block_threads=threads, parameters=parameters)
+    kernel.launch(grid=min(T, max_ctas), block_threads=threads, parameters=parameters)
     return codes, maxima_T, u_lines
 
 
@@ -143,7 +141,7 @@ def num_tail_blocks(rank: int) -> int:
 
 
 def row_code_bytes(rows: int, width: int) -> int:
-    """Return the bytes of the codes of so many rows."""
+    """Return the bytes of the codes of these rows."""
     return _padded(rows, ROWS) * _padded(width, DEPTH)
 
 
@@ -217,21 +215,5 @@ def _rotate_weight(weight: Weight, codes: Tensor | None, rotation: Rotation) -> 
 def _row_threads(n: int) -> tuple[int, int]:
     """Return a CTA's threads, whole warps, and how many times 16 numbers each has."""
     units = _padded(n, DEPTH) // 16
-    vectors = -(-units // _MOST_ROW_THREADS)
+    vectors = -(-units // _MAX_ROW_THREADS)
     return _padded(-(-units // vectors), 32), vectors
-
-
-def variants(widths: tuple[int, ...]) -> list[KernelVariant]:
-    """Return what is launched for rows of these widths, and for weights."""
-    found = [
-        KernelVariant(_FILE, "rotate_rows", (("THREADS", threads), ("VECTORS", vectors)), threads, 0)
-        for threads, vectors in sorted({_row_threads(n) for n in widths})
-    ]
-    names = "FORMAT", "ALONG_K", "MAXIMA", "IN_TURNS"
-    for format in (-1, *(layout.define for layout in TileLayout)):
-        for along_k, maxima, in_turns in itertools.product((0, 1), repeat=3):
-            if in_turns == 0 or format >= 0:
-                defines = zip(names, (format, along_k, maxima, in_turns), strict=True)
-                variant = KernelVariant(_FILE, "rotate_weight", tuple(sorted(defines)), _WEIGHT_THREADS, 0)
-                found.append(variant)
-    return [*found, KernelVariant(_FILE, "place_lines", (), 256, 0)]

@@ -29,7 +29,7 @@ from qerl.kernels.linear.int8_codes import COLUMNS, DEPTH, ROWS, RotatedWeight, 
 from qerl.kernels.pointwise.swiglu import put_swiglu
 from qerl.kernels.runtime import row_kernel
 from qerl.kernels.runtime.architectures import num_sms
-from qerl.kernels.runtime.nvrtc import CudaKernel, KernelVariant, addresses, compiled
+from qerl.kernels.runtime.nvrtc import CudaKernel, addresses, compiled
 
 CASES = ((5, 192, 64), (130, 576, 1536), (300, 1152, 320), (33, 37_888, 128))  # T, N, K
 _FILE, _STAGES, _THREADS = "int8_product.cu", 4, 384
@@ -127,12 +127,3 @@ def _launch(
 def _kernel(device: torch.device, is_swiglu: bool) -> CudaKernel:
     defines = {"STAGES": _STAGES, "SWIGLU": int(is_swiglu)}
     return compiled(_FILE, "int8_product", device, defines, shared_bytes=_SHARED_BYTES)
-
-
-def variants() -> list[KernelVariant]:
-    """Return what is launched for the sizes of CASES, and for those of a forward pass."""
-    found = int8_codes.variants(tuple(width for _, n, k in CASES for width in (n, k)))
-    for is_swiglu in (0, 1):
-        defines = ("STAGES", _STAGES), ("SWIGLU", is_swiglu)
-        found.append(KernelVariant(_FILE, "int8_product", defines, _THREADS, _SHARED_BYTES))
-    return found

@@ -15,8 +15,8 @@ against 39 ms for all columns at once and 44 ms from fp32 copies.
 
 `frozen_linear` is x @ W^T of a weight that is not trained, differentiable in x.
 
-`summed` adds up the products a^T @ b of CHUNK_ROWS rows each, from the last rows to the first. So an
-adapter's gradient has the same bits if a layer's rows are differentiated so many at a time, in that order
+`summed` adds up the products a^T @ b of CHUNK_ROWS rows each, from the last rows to the first. An adapter's
+gradient therefore has the same bits if a layer is differentiated chunk by chunk in that order
 (learner/chunked_mlp.py).
 """
 
@@ -80,7 +80,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def row_chunks(num_rows: int) -> list[slice]:
-    """Return the chunks of so many rows, the last of which may be smaller."""
+    """Return slices of CHUNK_ROWS rows; the last one may be smaller."""
     return [slice(start, min(start + CHUNK_ROWS, num_rows)) for start in range(0, num_rows, CHUNK_ROWS)]
 
 

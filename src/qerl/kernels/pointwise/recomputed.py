@@ -31,5 +31,5 @@ class _Recomputed(torch.autograd.Function):
             leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
             outputs = ctx.operations(*leaves)
             wanted = [x for x in leaves if x.requires_grad]
-            found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
-        return None, None, *(next(found) if need else None for need in needed)
+            computed = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+        return None, None, *(next(computed) if need else None for need in needed)

@@ -23,7 +23,7 @@ from qerl.kernels.runtime import row_kernel
 
 CASES = ((1, 8), (5, 96), (33, 2056), (7, 18_944))  # T, F
 _BLOCK_THREADS = 256
-_LEAST_GATE = 2.0**-60
+_MIN_GATE = 2.0**-60
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 """Function of the gate; gelu_tanh approximates gelu by tanh."""
@@ -86,23 +86,23 @@ def _value(gate_TF: Tensor, up_TF: Tensor, room: int = 0) -> Tensor:
 
 
 def put_swiglu(
-    gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None, factors_2F: Tensor | None = None
+    gate_up_T2F: Tensor, y_TF: Tensor, saved_TF: Tensor | None, factors_2F: Tensor | None = None
 ) -> None:
     """Fill y from fp32 and, if given, kept with gate as `wide_gradient` takes it. factors_2F, fp32, multiply
     the columns of gate and up first."""
     assert gate_up_T2F.shape == (len(y_TF), 2 * y_TF.shape[1]) and gate_up_T2F.dtype == torch.float32
-    assert gate_up_T2F.is_contiguous() and (kept_TF is None or kept_TF.is_contiguous())
+    assert gate_up_T2F.is_contiguous() and (saved_TF is None or saved_TF.is_contiguous())
     if factors_2F is not None and not row_kernel.are_vectors(y_TF):
         gate_up_T2F, factors_2F = gate_up_T2F * factors_2F, None
     if row_kernel.are_vectors(y_TF):
         assert factors_2F is None or (factors_2F.dtype == torch.float32 and factors_2F.is_contiguous())
-        _launch("swiglu_wide", y_TF, (gate_up_T2F, y_TF, kept_TF, factors_2F), (y_TF.stride(0),))
+        _launch("swiglu_wide", y_TF, (gate_up_T2F, y_TF, saved_TF, factors_2F), (y_TF.stride(0),))
         return
     gate_TF, up_TF = gate_up_T2F.chunk(2, 1)
-    gate_TF = gate_TF.masked_fill(gate_TF.abs() < _LEAST_GATE, _LEAST_GATE)  # NaN stays
+    gate_TF = gate_TF.masked_fill(gate_TF.abs() < _MIN_GATE, _MIN_GATE)  # NaN stays
     y_TF.copy_(F.silu(gate_TF).mul_(up_TF))
-    if kept_TF is not None:
-        kept_TF.copy_(gate_TF)
+    if saved_TF is not None:
+        saved_TF.copy_(gate_TF)
 
 
 def wide_gradient(dy_TF: Tensor, gate_TF: Tensor, y_TF: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from qerl.kernels.runtime.compile_tally import TALLY, CompileReport
 from qerl.kernels.runtime.nvrtc import KernelVariant, cached_cubin, cubin_path
 
 _Source = tuple[str, dict[str, int]]
-_MOST_WORKERS = 16  # a compilation takes up to 0.2 GB
+_MAX_WORKERS = 16  # a compilation takes up to 0.2 GB
 
 
 def compile_ahead(
@@ -43,7 +43,7 @@ def compile_for(
     """Do the same for an architecture such as sm_86; needs no GPU."""
     start, sources = time.perf_counter(), _sources(variants)
     missing = _missing(sources, architecture)
-    workers = min(workers or _num_cores(), _MOST_WORKERS)
+    workers = min(workers or _num_cores(), _MAX_WORKERS)
     with TALLY.waiting(), ThreadPoolExecutor(workers, "compile") as pool:
         for future in [pool.submit(cached_cubin, *source, architecture) for source in missing]:
             future.result()
@@ -63,7 +63,7 @@ class BackgroundCompiler:
         """find: return the kernels; called in a thread. workers: threads; None: one a CPU core but one."""
         self._find, self._architecture = find, architecture
         self._left: collections.deque[_Source] = collections.deque()
-        self._num_workers = workers or min(max(_num_cores() - 1, 1), _MOST_WORKERS)
+        self._num_workers = workers or min(max(_num_cores() - 1, 1), _MAX_WORKERS)
         self._first = threading.Thread(target=self._run, name="compile")
 
     def start(self) -> None:

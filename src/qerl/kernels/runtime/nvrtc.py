@@ -249,14 +249,14 @@ class _Arguments:
     def __init__(self, count: int):
         self._slots = (ctypes.c_uint64 * count)()
         first = ctypes.addressof(self._slots)
-        self._own = [first + 8 * i for i in range(count)]
-        self._pointers = (ctypes.c_void_p * count)(*self._own)
+        self._slot_addresses = [first + 8 * i for i in range(count)]
+        self._pointers = (ctypes.c_void_p * count)(*self._slot_addresses)
         self._structs: dict[int, ctypes.Array] = {}
         self.address = ctypes.addressof(self._pointers)
 
     def fill(self, parameters: Sequence[Parameter]) -> None:
         for i in self._structs:
-            self._pointers[i] = self._own[i]
+            self._pointers[i] = self._slot_addresses[i]
         self._structs = {}
         slots = self._slots
         for i, parameter in enumerate(parameters):

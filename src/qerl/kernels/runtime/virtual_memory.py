@@ -51,8 +51,8 @@ class VirtualMemory:
         driver = self._driver = importlib.import_module("cuda.bindings.driver")
         self._device = numbered(device)
         self._properties = _properties(driver, self._device.index)
-        least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        granule = checked(driver.cuMemGetAllocationGranularity(self._properties, least))
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        granule = checked(driver.cuMemGetAllocationGranularity(self._properties, minimum))
         self.num_bytes = -(-num_bytes // granule) * granule
         with torch.cuda.device(self._device):
             self._address = checked(driver.cuMemAddressReserve(self.num_bytes, 0, 0, 0))

@@ -26,10 +26,10 @@ from qerl.kernels.tiles.lora_shrink import (
 )
 
 FILE = "lora_shrink_portable.cu"
-_LEAST_CLUSTER, _MOST_CLUSTER = 8, 16  # of choose_split
+_MIN_CLUSTER, _MAX_CLUSTER = 8, 16  # of choose_split
 _NORM_TILE = ShrinkTile(8, 16)  # any: norm_rows does not read it
 _H200_SMS = 132
-_MOST_UNITS = 5  # of a warp with 32 tokens and 32 rows: more would spill
+_MAX_UNITS = 5  # of a warp with 32 tokens and 32 rows: more would spill
 
 
 class PortableLoraShrink(LoraShrink):
@@ -39,7 +39,7 @@ class PortableLoraShrink(LoraShrink):
         super().__init__(device)
         self._num_sms = num_sms(device)
         self._ctas_at_once = CTAS_AT_ONCE * self._num_sms // _H200_SMS
-        words = _MOST_CLUSTER * MAX_TOKENS * MAX_ROWS
+        words = _MAX_CLUSTER * MAX_TOKENS * MAX_ROWS
         self._partials = torch.empty(words, dtype=torch.float32, device=device)
         self._turns = torch.zeros(MAX_TOKENS // 8 * (MAX_ROWS // 16), dtype=torch.int32, device=device)
 
@@ -65,12 +65,12 @@ class PortableLoraShrink(LoraShrink):
         """Return a tile of twice the rows if half the rows of a long K take more CTAs than run at once."""
         tile = choose_tile(M, K, R, self._ctas_at_once)
         is_too_many = tile.clusters(M, R) * split.cluster > self._num_sms
-        is_half = tile.rows == 16 and R > 16 and split.units <= _MOST_UNITS
+        is_half = tile.rows == 16 and R > 16 and split.units <= _MAX_UNITS
         return dataclasses.replace(tile, rows=32) if is_too_many and is_half else tile
 
     def _compile(self, name: str, has_norm: bool, has_table: bool, tile: ShrinkTile, split: Split):
         if name == "embed":  # of the same source, whose other kernels must compile too
-            tile, split = _NORM_TILE, Split(_LEAST_CLUSTER, 1)
+            tile, split = _NORM_TILE, Split(_MIN_CLUSTER, 1)
         return compiled(FILE, name, self._device, {"TABLE": int(has_table), **shrink_defines(tile, split)})
 
 

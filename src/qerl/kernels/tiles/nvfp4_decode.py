@@ -114,8 +114,8 @@ def pays_to_compute_lora_hidden(M: int, K: int, rows: int, swiglu: bool) -> bool
 
     rows: of all adapters that read x, whose sums must fit; swiglu: the weight is gate and up.
     """
-    most_words = K // TILE_K * rows * (-(-M // 64) * 64)  # tokens of whole tiles, rounded up
-    return most_words <= _PARTIAL_WORDS and (M <= 96 or not swiglu)
+    max_words = K // TILE_K * rows * (-(-M // 64) * 64)  # tokens of whole tiles, rounded up
+    return max_words <= _PARTIAL_WORDS and (M <= 96 or not swiglu)
 
 
 def pays_to_share_lora_hidden(M: int, weight_NK: int, swiglu: bool) -> bool:

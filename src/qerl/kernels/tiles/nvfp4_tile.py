@@ -17,7 +17,7 @@ from importlib import resources
 
 MAX_TOKENS = 256
 TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
-MOST_TOKENS = (32, 48, 64, 96, 128, 192, 256)
+TOKEN_BOUNDS = (32, 48, 64, 96, 128, 192, 256)
 """The token bounds of the choices for one (N, K)."""
 TOKEN_TILES = (*range(8, 129, 8), *range(144, 257, 16))
 """Tokens of a tile."""
@@ -25,7 +25,7 @@ TOKEN_TILES = (*range(8, 129, 8), *range(144, 257, 16))
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _K_BLOCKS = (512, 256, 192, 128, 64)
 _SLICE_K = 256  # k per partial sum of the adapter's u, if a stage has that many
-_MOST_STAGES = 16
+_MAX_STAGES = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,15 +112,15 @@ class Choice:
         tokens = next(width for width in TOKEN_TILES if width * self.token_tiles >= M)
         k_block = next(k for k in _K_BLOCKS if k <= self.k_block and K % k == 0)
         stage_bytes = Tile(tokens, self.warpgroups, k_block, 1, self.ctas_per_sm).stage_bytes + 16
-        stages = min((_SHARED_BYTES // self.ctas_per_sm - 2048) // stage_bytes, _MOST_STAGES)
+        stages = min((_SHARED_BYTES // self.ctas_per_sm - 2048) // stage_bytes, _MAX_STAGES)
         return Tile(tokens, self.warpgroups, k_block, stages, self.ctas_per_sm) if stages > 1 else None
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(M: int, N: int, K: int, gpu: str = "") -> Tile:
     assert 1 <= M <= MAX_TOKENS and N % TILE_ROWS == 0 and K % TILE_K == 0
-    most_tokens = next(most for most in MOST_TOKENS if most >= M)
-    choices = [choice for choice in table(gpu) if choice.most_tokens == most_tokens]
+    bound = next(bound for bound in TOKEN_BOUNDS if bound >= M)
+    choices = [choice for choice in table(gpu) if choice.most_tokens == bound]
     nearest = min(choices, key=lambda c: abs(math.log(N / c.N)) + abs(math.log(K / c.K)))
     tile = nearest.tile(M, K)
     assert tile is not None, nearest

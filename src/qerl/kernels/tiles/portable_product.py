@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 
-from qerl.kernels.runtime.architectures import CudaArchitecture, architecture_of, gpu_of
-from qerl.kernels.runtime.nvrtc import KernelVariant, cached_method, compiled
-from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS, MOST_TOKENS, TILE_ROWS
+from qerl.kernels.runtime.architectures import architecture_of, gpu_of
+from qerl.kernels.runtime.nvrtc import cached_method, compiled
+from qerl.kernels.tiles.nvfp4_tile import TILE_ROWS
 from qerl.kernels.tiles.packed_product import PackedProduct
-from qerl.kernels.tiles.portable_shrink import AFTER_SHRINK, MAKES_U, MOST_ROWS, PortableShrink
+from qerl.kernels.tiles.portable_shrink import AFTER_SHRINK, MAKES_U, MAX_ROWS, PortableShrink
 from qerl.kernels.tiles.portable_table import choices_of, choose_portable_tile
-from qerl.kernels.tiles.portable_tile import FILE, MOST_SUMS_PER_SM, NAME, PortableTile, rule
+from qerl.kernels.tiles.portable_tile import FILE, MAX_SUMS_PER_SM, NAME, PortableTile
 from qerl.kernels.tiles.tile_layout import TileLayout
 
 CASES = ((3584, 3584), (37888, 3584), (3584, 18944), (1152, 576))  # N, K
@@ -37,24 +37,23 @@ class PortableProduct(PackedProduct[PortableTile]):
     ):
         """choose: return a tile of this layout for (M, N, K), instead of the table's or the rule's."""
         name = torch.cuda.get_device_properties(gpu_of(device)).name
-        card, measured = architecture_of(device), choices_of(name)
-        by_table = partial(choose_portable_tile, card=card, measured=measured, layout=layout)
-        super().__init__(device, choose or by_table, MOST_SUMS_PER_SM, layout)
+        settings = {"card": architecture_of(device), "choices": choices_of(name), "layout": layout}
+        by_table = partial(choose_portable_tile, **settings)
+        super().__init__(device, choose or by_table, MAX_SUMS_PER_SM, layout)
         self._shrink = PortableShrink(device)
         self._kernel = cached_method(self._compile)
 
     def computes_lora_hidden(self, M: int, N: int, K: int, rows: int) -> bool:
-        """True if an adapter of so many rows needs no u: it is made here, which is faster than apart."""
+        """True if u of adapters with this many rows is faster made here than in a launch of its own."""
         tokens = self._choose(M, N, K).padded(M)
-        return tokens <= MOST_ROWS and self._shrink.fits(tokens, K, rows)
+        return tokens <= MAX_ROWS and self._shrink.fits(tokens, K, rows)
 
     def _start(self, tile, grid, rank, swiglu, x_MK, tiles, adapter, epilogue) -> None:
         assert tile.layout is self._layout
         (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
-        by_adapter = {}
-        if adapter is not None:
-            given = AFTER_SHRINK if adapter.follows_shrink else {}
-            by_adapter = MAKES_U if adapter.lora_hidden is None else given
+        by_adapter = AFTER_SHRINK if adapter is not None and adapter.follows_shrink else {}
+        if adapter is not None and adapter.lora_hidden is None:
+            by_adapter = MAKES_U
         low_rank = self._shrink.low_rank(adapter, tile.padded(m))
         self._kernel(tile, rank, swiglu, tuple(by_adapter.items())).launch(
             grid=grid,
@@ -65,16 +64,3 @@ class PortableProduct(PackedProduct[PortableTile]):
     def _compile(self, tile: PortableTile, rank: int, swiglu: int, by_adapter: tuple[tuple[str, int], ...]):
         defines = tile.defines(rank, swiglu) | dict(by_adapter)
         return compiled(FILE, NAME, self._device, defines, shared_bytes=tile.shared_bytes)
-
-
-def variants(card: CudaArchitecture) -> list[KernelVariant]:
-    """Return what is launched by rule for the sizes of CASES on a card of this architecture."""
-    each = {
-        rule(most, N, K, card, layout).variant(rank, swiglu, extra): None
-        for layout in TileLayout
-        for most in MOST_TOKENS
-        for N, K in CASES
-        for rank, swiglu in ((32, 0), (32, 1), *(((0, 0),) if most == MAX_TOKENS else ()))
-        for extra in (({}, AFTER_SHRINK, MAKES_U) if rank else ({},))
-    }
-    return list(each)

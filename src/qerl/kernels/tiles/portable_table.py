@@ -1,4 +1,4 @@
-"""Measured tiles of the portable packed product, by GPU: the user's own first, then the package's.
+"""Measured tiles of the portable packed product, by GPU: the user's file first, then the package's.
 
     portable_tile.json              of this package: for each GPU commit, date and choices
     $QERL_CACHE/portable_tile.json  what `qerl bench tune` measured on this machine
@@ -18,7 +18,7 @@ from typing import Any
 
 from qerl.config.cache import cache_folder
 from qerl.kernels.runtime.architectures import CudaArchitecture
-from qerl.kernels.tiles.nvfp4_tile import MOST_TOKENS
+from qerl.kernels.tiles.nvfp4_tile import TOKEN_BOUNDS
 from qerl.kernels.tiles.portable_tile import PortableChoice, PortableTile, rule
 from qerl.kernels.tiles.tile_layout import TileLayout
 
@@ -42,18 +42,18 @@ def choose_portable_tile(
     N: int,
     K: int,
     card: CudaArchitecture,
-    measured: tuple[MeasuredChoice, ...],
+    choices: tuple[MeasuredChoice, ...],
     layout: TileLayout = TileLayout.NVFP4,
 ) -> PortableTile:
     """Return the tile of the nearest measured product that the card can run, else the rule's."""
-    most = next(most for most in MOST_TOKENS if most >= M)
-    same = [each for each in measured if each.most_tokens == most]
-    own = [each for each in same if each.layout is layout]
+    bound = next(bound for bound in TOKEN_BOUNDS if bound >= M)
+    choices = tuple(each for each in choices if each.most_tokens == bound)
+    usable = [each for each in choices if each.layout is layout]
     if layout.code_bytes == TileLayout.NVFP4.code_bytes:
-        own = own or [each for each in same if each.layout is TileLayout.NVFP4]
-    for each in sorted(own, key=lambda c: abs(math.log(N / c.N)) + abs(math.log(K / c.K))):
+        usable = usable or [each for each in choices if each.layout is TileLayout.NVFP4]
+    for each in sorted(usable, key=lambda c: abs(math.log(N / c.N)) + abs(math.log(K / c.K))):
         tile = each.choice.tile(M, K, card, layout)
-        if tile is not None and each.choice.tile(max(M, min(most, 32)), K, card, layout) is not None:
+        if tile is not None and each.choice.tile(max(M, min(bound, 32)), K, card, layout) is not None:
             return tile
     return rule(M, N, K, card, layout)
 
@@ -61,11 +61,12 @@ def choose_portable_tile(
 @functools.cache
 def choices_of(gpu: str) -> tuple[MeasuredChoice, ...]:
     """Return what was measured on GPUs of this name; empty if nothing was."""
-    tables = [read(text) for text in (_own(), _packaged()) if text is not None]
+    ours = user_file().read_text() if user_file().exists() else "[]"
+    tables = read(ours), read(resources.files("qerl.kernels.tiles").joinpath(NAME).read_text())
     return next((table[gpu] for table in tables if gpu in table), ())
 
 
-def own_file() -> Path:
+def user_file() -> Path:
     return cache_folder() / NAME
 
 
@@ -73,10 +74,10 @@ def read(text: str) -> dict[str, tuple[MeasuredChoice, ...]]:
     return {entry["gpu"]: tuple(_parsed(each) for each in entry["choices"]) for entry in json.loads(text)}
 
 
-def merged(text: str | None, facts: dict[str, str], measured: list[MeasuredChoice]) -> str:
+def merged(text: str | None, facts: dict[str, str], choices: list[MeasuredChoice]) -> str:
     """Return a table's text with the entry of facts["gpu"] replaced, one line for each choice."""
     entries = {entry["gpu"]: entry for entry in json.loads(text or "[]")}
-    entries[facts["gpu"]] = facts | {"choices": [_flat(each) for each in measured]}
+    entries[facts["gpu"]] = facts | {"choices": [_flat(each) for each in choices]}
     return "[" + ",\n".join(_written(entry) for entry in entries.values()) + "]\n"
 
 
@@ -98,11 +99,3 @@ def _parsed(values: dict[str, Any]) -> MeasuredChoice:
     choice = PortableChoice(**{name: values[name] for name in names})
     sizes = {name: values[name] for name in ("N", "K", "most_tokens", "us")}
     return MeasuredChoice(choice=choice, layout=TileLayout[values.get("layout", "NVFP4")], **sizes)
-
-
-def _own() -> str | None:
-    return own_file().read_text() if own_file().exists() else None
-
-
-def _packaged() -> str:
-    return resources.files("qerl.kernels.tiles").joinpath(NAME).read_text()

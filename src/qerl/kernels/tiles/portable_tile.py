@@ -14,16 +14,16 @@ from collections.abc import Iterator
 
 from qerl.kernels.runtime.architectures import CudaArchitecture
 from qerl.kernels.runtime.nvrtc import KernelVariant
-from qerl.kernels.tiles.nvfp4_tile import MOST_TOKENS, TILE_K, TILE_ROWS
+from qerl.kernels.tiles.nvfp4_tile import TILE_K, TILE_ROWS, TOKEN_BOUNDS
 from qerl.kernels.tiles.packed_product import gate_defines
 from qerl.kernels.tiles.tile_layout import TileLayout
 
 FILE, NAME = "portable_product.cu", "portable_product"
 TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
 K_BLOCKS = (512, 256, 192, 128, 64)
-MOST_SUMS_PER_SM = 256 * 128  # of all CTAs of a multiprocessor
-_MOST_STAGES, _LEAST_STAGES = 8, 3  # one is multiplied, one is filled, one is ready
-_MOST_SUMS = 128  # fp32 sums of a thread; up to 64 bytes of it spill at a tile's end, none in the loop
+MAX_SUMS_PER_SM = 256 * 128  # of all CTAs of a multiprocessor
+_MAX_STAGES, _MIN_STAGES = 8, 3  # one is multiplied, one is filled, one is ready
+_MAX_SUMS = 128  # fp32 sums of a thread; up to 64 bytes of it spill at a tile's end, none in the loop
 _TALL = 2**14  # rows of a weight: of fewer, each tile of 256 rows would be the sum of 5 to 19 CTAs' parts
 _NARROW = 2**25  # elements of a weight with few rows of tiles: q|k|v and o of 7B
 
@@ -96,7 +96,7 @@ class PortableTile:
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class PortableChoice:
     """A tile's settings up to some number of tokens: token_tiles=1, row_warps=4, ..., ctas_per_sm=2."""
 
@@ -120,9 +120,9 @@ class PortableChoice:
         forms = self.row_warps, self.token_warps, self.row_blocks
         one = PortableTile(tokens, *forms, k_block, 1, self.ctas_per_sm, layout)
         free_bytes = min(card.shared_bytes, card.sm_shared_bytes // self.ctas_per_sm - 1024)
-        stages = min(free_bytes // one.stage_bytes, _MOST_STAGES)
-        fits = one.sums <= _MOST_SUMS and one.workspace_words(1) <= MOST_SUMS_PER_SM
-        if stages < _LEAST_STAGES or not fits or one.rows % TILE_ROWS:
+        stages = min(free_bytes // one.stage_bytes, _MAX_STAGES)
+        fits = one.sums <= _MAX_SUMS and one.workspace_words(1) <= MAX_SUMS_PER_SM
+        if stages < _MIN_STAGES or not fits or one.rows % TILE_ROWS:
             return None
         tile = dataclasses.replace(one, stages=stages)
         registers = min(tile.sums + 70, 255)  # an estimate; the launch bounds hold the compiler to it
@@ -130,15 +130,16 @@ class PortableChoice:
         return tile if resident >= self.ctas_per_sm else None
 
 
-def candidates(most_tokens: int, K: int, card: CudaArchitecture) -> list[PortableChoice]:
-    """Return the choices to measure up to most_tokens tokens, one for each tile."""
-    found: dict[PortableTile, PortableChoice] = {}
-    for token_tiles, form in itertools.product(_token_tiles(most_tokens), _forms(most_tokens)):
-        choice = _choice(token_tiles, *form)
-        tile = choice.tile(most_tokens, K, card)
+def candidates(max_tokens: int, K: int, card: CudaArchitecture) -> list[PortableChoice]:
+    """Return the choices to measure up to max_tokens tokens, one for each tile."""
+    choices: dict[PortableTile, PortableChoice] = {}
+    all_token_tiles = (1,) if max_tokens <= 64 else (1, 2) if max_tokens <= 128 else (2, 3, 4)
+    for token_tiles, form in itertools.product(all_token_tiles, _forms(max_tokens)):
+        choice = PortableChoice(token_tiles, *form)
+        tile = choice.tile(max_tokens, K, card)
         if tile is not None:
-            found[tile] = choice
-    return list(found.values())
+            choices[tile] = choice
+    return list(choices.values())
 
 
 def rule(
@@ -147,53 +148,36 @@ def rule(
     """Return the first tile that the card has room for, of those that are fast on an H200. With codes of 8
     bits k blocks are half as long, so that a stage has as many bytes."""
     longer = 1 if layout.code_bytes == TileLayout.NVFP4.code_bytes else 2
-    most = next(most for most in MOST_TOKENS if most >= M)
+    bound = next(bound for bound in TOKEN_BOUNDS if bound >= M)
     is_narrow = N * K <= _NARROW
-    if most <= 32:
+    if bound <= 32:
         forms = [(1, 4, 1, 1, 512, 2)] if is_narrow else [(1, 4, 1, 1, 256, ctas) for ctas in (4, 3)]
-    elif most <= 64 and (is_narrow or N < _TALL):
+    elif bound <= 64 and (is_narrow or N < _TALL):
         forms = [(1, 4, 2, 1, 256, 1) if is_narrow else (1, 8, 1, 1, 256, 1)]
     elif is_narrow:
-        forms = [(-(-most // 64), 4, 1, 1, 128, 2) if most <= 128 else (-(-most // 64), 4, 1, 2, 256, 1)]
-    elif most > 64 and N >= _TALL and longer == 1:  # codes of 8 bits and 128 sums spill 136 bytes on sm_120a
-        forms = [(-(-most // 128), 8, 1, 2, 128, 1)]
-    elif longer == 2 and most <= 64 and _choice(1, 4, 1, 2, 128, 2).tile(64, K, card, layout):
+        forms = [(-(-bound // 64), 4, 1, 1, 128, 2) if bound <= 128 else (-(-bound // 64), 4, 1, 2, 256, 1)]
+    elif bound > 64 and N >= _TALL and longer == 1:  # codes of 8 bits and 128 sums spill 136 bytes on sm_120a
+        forms = [(-(-bound // 128), 8, 1, 2, 128, 1)]
+    elif longer == 2 and bound <= 64 and PortableChoice(1, 4, 1, 2, 128, 2).tile(64, K, card, layout):
         forms = [(1, 4, 1, 2, 256, 2)]
     else:
-        forms = [(-(-most // 64), 8, 1, 2, 256, 1)]
-    smallest = [(-(-most // 64), 4, 1, 1, 64, 1)]
+        forms = [(-(-bound // 64), 8, 1, 2, 256, 1)]
+    smallest = [(-(-bound // 64), 4, 1, 1, 64, 1)]
     for token_tiles, row_warps, token_warps, row_blocks, k_block, ctas in (*forms, *smallest):
         for k, c in itertools.product(
             (k for k in K_BLOCKS if k <= max(k_block // longer, 64)), range(ctas, 0, -1)
         ):
-            choice = _choice(token_tiles, row_warps, token_warps, row_blocks, k, c)
-            # of up to 32 tokens all take the k block that fits the most
-            is_wide_enough = choice.tile(max(M, min(most, 32)), K, card, layout) is not None
+            choice = PortableChoice(token_tiles, row_warps, token_warps, row_blocks, k, c)
+            # up to 32 tokens share a k block, the one that fits at the bound
+            is_wide_enough = choice.tile(max(M, min(bound, 32)), K, card, layout) is not None
             if is_wide_enough and (tile := choice.tile(M, K, card, layout)):
                 return tile
     raise AssertionError(f"no tile of {M} x {N} x {K} fits {card}")
 
 
-def _choice(
-    token_tiles: int, row_warps: int, token_warps: int, row_blocks: int, k_block: int, ctas: int
-) -> PortableChoice:
-    return PortableChoice(
-        token_tiles=token_tiles,
-        row_warps=row_warps,
-        token_warps=token_warps,
-        row_blocks=row_blocks,
-        k_block=k_block,
-        ctas_per_sm=ctas,
-    )
-
-
-def _token_tiles(most_tokens: int) -> tuple[int, ...]:
-    return (1,) if most_tokens <= 64 else (1, 2) if most_tokens <= 128 else (2, 3, 4)
-
-
-def _forms(most_tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _forms(max_tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield row_warps, token_warps, row_blocks, k_block, ctas_per_sm."""
-    if most_tokens <= 32:
+    if max_tokens <= 32:
         yield from itertools.product((4,), (1,), (1, 2), (512, 256, 128), (1, 2, 3, 4))
         yield from itertools.product((8,), (1,), (1,), (512, 256, 128), (1, 2))
     else:

@@ -27,7 +27,7 @@ from qerl.formats.nf4 import LEVELS
 from qerl.kernels.tiles.nvfp4_tile import TILE_K, TILE_ROWS
 
 FP8_FACTOR = 2.0**120
-MOST_FP8_SCALE = 2.0**7
+MAX_FP8_SCALE = 2.0**7
 
 
 class TileLayout(enum.Enum):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl.algo.distillation import LEAST_LOGPROB
+from qerl.algo.distillation import MIN_LOGPROB
 from qerl.config import DistilConfig, RunConfig
 from qerl.engine.engine import Engine
 from qerl.errors import require
@@ -190,9 +190,9 @@ class LocalTeacher:
             batch.targets_C.clamp(max=num_common - 1),
             head,
             top_k=config.distil.top_k if config.distil.is_divergence else 1,
-            least=LEAST_LOGPROB,
+            min_logprob=MIN_LOGPROB,
         )
-        logprob_C = torch.where(batch.targets_C < num_common, outcomes.logprob_C, LEAST_LOGPROB)
+        logprob_C = torch.where(batch.targets_C < num_common, outcomes.logprob_C, MIN_LOGPROB)
         lengths = batch.spans.lengths_S.tolist()
         for own_C, ids_CK, outcomes_CX in zip(
             *(t.cpu().split(lengths) for t in (logprob_C, outcomes.ids_CK, outcomes.logprobs_CX)), strict=True

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qerl.algo.distillation import LEAST_LOGPROB
+from qerl.algo.distillation import MIN_LOGPROB
 from qerl.algo.seeds import mix
 from qerl.config import DistilConfig
 from qerl.errors import UserError
@@ -144,7 +144,7 @@ class EndpointTeacher:
         total = math.fsum(map(math.exp, logprobs))
         if total > 1 + _ROUNDING:
             raise RequestFailed("not logprobs", f"probabilities of one token's place add up to {total:.4f}")
-        return ids, [*logprobs, math.log(max(1 - total, math.exp(LEAST_LOGPROB)))]
+        return ids, [*logprobs, math.log(max(1 - total, math.exp(MIN_LOGPROB)))]
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[RolloutEngine]:
