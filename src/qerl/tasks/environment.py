@@ -90,7 +90,7 @@ class EnvironmentWorker:
         )
 
     def max_play_s(self, num_calls: int) -> float:
-        """Return the most time that so many calls can take unless code blocks."""
+        """Return the longest time that this many calls can take unless code blocks."""
         return (2 + math.ceil(num_calls / self._config.max_concurrent)) * self._deadline_s
 
     def play(self, calls: list[Call]) -> list[EnvironmentReply | Failure]:

@@ -85,7 +85,7 @@ def _is_right(text: str, answer: Any) -> bool:
     gold = "" if answer is None else gold_answer(str(answer))
     if not gold:
         raise ValueError(f"the row has no answer: {answer!r}")
-    return any(is_equal(gold, given) for given in final_answers(text))
+    return any(is_equal(gold, answer) for answer in final_answers(text))
 
 
 def tags(config: TaskConfig) -> Reward:

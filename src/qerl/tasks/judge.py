@@ -1,6 +1,6 @@
 """The reward `judge`: a model behind an OpenAI-compatible endpoint rates each sample by a rubric.
 
-    reward = (score - least) / (most - least)        score: the last one in the judge's reply
+    reward = (score - min_score) / (max_score - min_score)        score: the last one in the judge's reply
 
 Replies are kept in a file (SQLite), which the worker processes share: a sample that has been rated is not
 asked for again. The same file spaces the requests of all workers, and adds up their number and cost. A reply
@@ -69,14 +69,14 @@ class Rubric:
         self._settings, self._text = settings, _rubric(settings.rubric)
 
     def message(self, prompt: str, completion: str, row: dict[str, Any]) -> str:
-        settings, own = self._settings, {"prompt": prompt, "completion": completion}
-        own |= {"min_score": f"{settings.min_score:g}", "max_score": f"{settings.max_score:g}"}
-        return _filled(self._text, row | own)
+        settings, fields = self._settings, {"prompt": prompt, "completion": completion}
+        fields |= {"min_score": f"{settings.min_score:g}", "max_score": f"{settings.max_score:g}"}
+        return _filled(self._text, row | fields)
 
     def key(self, message: str) -> str:
         """Return the key of the reply to a message in the file of replies."""
-        asked = json.dumps([self._settings.url, self._settings.model, self._settings.max_tokens, message])
-        return hashlib.sha256(asked.encode("utf-8", errors="surrogatepass")).hexdigest()
+        question = json.dumps([self._settings.url, self._settings.model, self._settings.max_tokens, message])
+        return hashlib.sha256(question.encode("utf-8", errors="surrogatepass")).hexdigest()
 
     def reward(self, reply: str) -> float:
         """Return a number in [0, 1]; raise JudgeFailed if the reply has no score, or one out of range."""

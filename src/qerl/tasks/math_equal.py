@@ -66,15 +66,15 @@ class Equation:
     right: str
 
 
-def is_equal(expected: str, given: str) -> bool:
+def is_equal(expected: str, answer: str) -> bool:
     # A long text is no answer, and its brackets may exceed the recursion limit.
-    if max(len(expected), len(given)) > _MAX_CHARACTERS:
-        return expected == given
-    a, b = normalize(expected), normalize(given)
+    if max(len(expected), len(answer)) > _MAX_CHARACTERS:
+        return expected == answer
+    a, b = normalize(expected), normalize(answer)
     if _without_spaces(a) == _without_spaces(b):
         return True
-    if (choice := _CHOICE.match(a)) and (given_choice := _CHOICE.match(b)):
-        return _letter(choice) == _letter(given_choice)
+    if (choice := _CHOICE.match(a)) and (other := _CHOICE.match(b)):
+        return _letter(choice) == _letter(other)
     return _same(_parse(a), _parse(b))
 
 

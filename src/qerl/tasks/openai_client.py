@@ -33,7 +33,7 @@ class RequestFailed(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *given: Any, **named: Any) -> None:
+    def redirect_request(self, *arguments: Any, **options: Any) -> None:
         return None
 
 

@@ -45,8 +45,8 @@ class OwnJudge:
         replies = {message: self._ledger.reply(self._rubric.key(message)) for message in messages}
         rewards: dict[str, float | Failure] = {}
         unknown = [message for message, reply in replies.items() if reply is None]
-        asked = [message for message in unknown if self._takes_turn(message, rewards)]
-        for message, reply in zip(asked, self._answer(asked) if asked else (), strict=True):
+        requests = [message for message in unknown if self._takes_turn(message, rewards)]
+        for message, reply in zip(requests, self._answer(requests) if requests else (), strict=True):
             rewards[message] = reply if isinstance(reply, Failure) else self._reward(reply)
             if isinstance(reply, str) and isinstance(rewards[message], float):
                 self._ledger.keep(self._rubric.key(message), reply)

@@ -248,7 +248,7 @@ class Scoring:
     def __init__(self, pool: RewardPool, jobs: Jobs | None):
         """jobs: None without reward functions."""
         self._pool, self._jobs = pool, jobs
-        self._begun: dict[int, tuple[list[Arguments], range]] = {}
+        self._calls: dict[int, tuple[list[Arguments], range]] = {}
 
     @property
     def busy_s(self) -> float:
@@ -257,10 +257,10 @@ class Scoring:
 
     def add(self, key: int, group: Group) -> None:
         """Begin to score a group, which `rewards` gets under the same key; raise UserError as `attempt`."""
-        if not self._begun:
+        if not self._calls:
             self._pool.check(group.prompt)
         calls = [_call(group.prompt, sample) for sample in group.samples_G if sample.failure is None]
-        self._begun[key] = calls, range(0) if self._jobs is None else self._jobs.add(calls)
+        self._calls[key] = calls, range(0) if self._jobs is None else self._jobs.add(calls)
 
     def poll(self) -> None:
         """Keep the workers busy; does not wait for them."""
@@ -270,11 +270,11 @@ class Scoring:
     def rewards(self, keyed_P: list[tuple[int, Group]]) -> RewardsPG:
         """Return the reward of each sample of each group, those added before and others."""
         for key, group in keyed_P:
-            if key not in self._begun:
+            if key not in self._calls:
                 self.add(key, group)
         outcomes = None if self._jobs is None else self._jobs.wait()
         calls, outcomes_S = [], []
-        for own_calls, places in (self._begun[key] for key, _ in keyed_P):
+        for own_calls, places in (self._calls[key] for key, _ in keyed_P):
             calls += own_calls
             outcomes_S += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
         return self._pool.total([group for _, group in keyed_P], calls, outcomes_S)

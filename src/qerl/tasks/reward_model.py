@@ -33,7 +33,7 @@ class RewardModel:
         config = self._config
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
-            model, found = AutoModelForSequenceClassification.from_pretrained(
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
                 config.model,
                 dtype=_DTYPES[config.dtype],
                 trust_remote_code=False,
@@ -43,10 +43,10 @@ class RewardModel:
         except Exception as error:  # damaged or missing files raise many unrelated types
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(f"task.reward_model.model {config.model}: cannot be loaded: {reason}") from None
-        if found["missing_keys"]:
+        if loading["missing_keys"]:
             raise UserError(
                 f"task.reward_model.model {config.model}: is not a sequence classifier:"
-                f" it lacks {min(found['missing_keys'])}"
+                f" it lacks {min(loading['missing_keys'])}"
             )
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token

@@ -38,8 +38,8 @@ class SftRows:
         block_tokens: int | None = None,
     ):
         """notices: a line for each table of which rows are changed or left out. sources: fingerprints of hub
-        data sets. block_tokens: a batch counts blocks of whole rows, each of at most so many tokens; None: it
-        counts rows."""
+        data sets. block_tokens: a batch counts blocks of whole rows, each of at most this many tokens; None:
+        it counts rows."""
         self.learned, self.evaluated, self.notices, self.sources = learned, evaluated, notices, sources
         lengths = [len(each.tokens_T) for each in learned]
         self._blocks = (

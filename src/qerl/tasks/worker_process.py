@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-MOST_PRINTED = 1 << 16
+MAX_PRINTED = 1 << 16
 """Bytes per second forwarded to stderr."""
 END_FORWARDING = signal.SIGUSR1
 MORE_TASKS = 2048
@@ -143,10 +143,10 @@ class Channel:
     """The pool's end of a worker's socket. Neither sending nor receiving waits for the worker for ever: its
     code may write to the socket itself, or stop the process."""
 
-    def __init__(self, own: socket.socket):
-        own.setblocking(False)
-        OWN_ENDS.add(own)
-        self.socket = own
+    def __init__(self, end: socket.socket):
+        end.setblocking(False)
+        OWN_ENDS.add(end)
+        self.socket = end
         self._received = bytearray()
 
     def send(self, message: Any, *, end_s: float) -> None:
@@ -225,7 +225,7 @@ def forward_output(parent: int, output: int) -> None:
             text = os.read(output, 4096) if select.select([output], [], [], _WATCH_S)[0] else b""
             if time.monotonic() >= window_end:
                 _say_omitted(num_dropped)
-                window_end, left, num_dropped = time.monotonic() + 1.0, MOST_PRINTED, 0
+                window_end, left, num_dropped = time.monotonic() + 1.0, MAX_PRINTED, 0
             if text:
                 shown = text[:left] if _write_stderr(text[:left]) else b""
                 left -= len(shown)
@@ -324,7 +324,7 @@ def num_tasks() -> int:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process map so many bytes more, by a soft limit, and be killed first if memory runs out."""
+    """Let this process map this many bytes more, by a soft limit, and be killed first if memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

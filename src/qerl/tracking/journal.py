@@ -67,10 +67,12 @@ class Journal:
         # A run that was removed while it ran has checkpoints alone.
         is_run = any((folder / name).exists() for name in ("run.json", ".lock"))
         is_run |= any((folder / "checkpoints").glob("step-*"))
-        found = [name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()]
-        lacks = f"has {' and '.join(found)}, which a run would write, but no run.json"
-        require(is_run or not found, f"{folder}: {lacks}; choose another folder with --out")
-        self._owns_files = not found
+        run_files = [
+            name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()
+        ]
+        lacks = f"has {' and '.join(run_files)}, which a run would write, but no run.json"
+        require(is_run or not run_files, f"{folder}: {lacks}; choose another folder with --out")
+        self._owns_files = not run_files
         try:
             self._made = make_folder(folder)
             self._lock = Lock(folder)
@@ -100,7 +102,7 @@ class Journal:
         self._display = kind(console, num_steps, str(folder))
         self._stopwatch = Stopwatch(self._display.phase)
         self._carried: dict[str, float] = {}
-        # The threads that write checkpoints and that tell of a signal note too.
+        # The threads that write checkpoints and report signals append too.
         self._events_lock = threading.Lock()
 
     @property
@@ -144,14 +146,14 @@ class Journal:
     def resume(self, next_step: int) -> None:
         """Remove steps from next_step on, so that the files become those of an uninterrupted run."""
         was_further = self.last_saved > next_step
-        kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
+        remaining = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
         # dynamic sampling may have kept no group
-        kept["samples"].steps.update(r["step"] for r in records if r.get("trained_samples") == 0)
+        remaining["samples"].steps.update(r["step"] for r in records if r.get("trained_samples") == 0)
         self._display.restore(records)
         self._next_step = next_step
         self._record_changes(next_step)
-        for name, (steps, damaged, torn) in kept.items():
+        for name, (steps, damaged, torn) in remaining.items():
             if damaged := damaged + torn * (len(steps) < next_step):
                 self.notice(damage_notice(f"{name}.jsonl", damaged))
             if len(steps) < next_step:
@@ -171,7 +173,7 @@ class Journal:
             functools.reduce(dict.__getitem__, path, self._facts)[last] = now
             label, first = name.partition(".")[2], next_step + 1
             text = f"{label} was {shown(was)} and is {shown(now)} from step {first} on"
-            more = ": learning rate and sigma are then those of a run of so many steps"
+            more = ": learning rate and sigma are then those of a run of that many steps"
             if name.removeprefix("config.") in ROUNDING:
                 more = ": logprobs and gradients may be rounded otherwise"
             elif name != _NUM_STEPS:
@@ -295,7 +297,7 @@ class Journal:
         if "sampled_tokens" in metrics and metrics.get("rollout_s"):
             metrics.setdefault("tokens_per_s", metrics["sampled_tokens"] / metrics["rollout_s"])
         if self.place() == self._folder:
-            self._mend()
+            self._repair()
         if log.sample_records:
             self._samples.append(log.sample_records)
         self._metrics.append([{"step": log.step, **metrics}])
@@ -303,11 +305,11 @@ class Journal:
         newest = log.sample_records[-1]["text"] if log.sample_records else None
         self._display.finished(log.step, metrics, newest)
 
-    def _mend(self) -> None:
-        """Put right and report what another program did to the files since the last step."""
+    def _repair(self) -> None:
+        """Repair, and report, what another program did to the files since the last step."""
         with self._events_lock:
-            texts = [self._events.mend()]
-        for text in [*texts, *(file.mend() for file in (self._samples, self._metrics))]:
+            texts = [self._events.repair()]
+        for text in [*texts, *(file.repair() for file in (self._samples, self._metrics))]:
             if text is not None:
                 self.notice(text)
 

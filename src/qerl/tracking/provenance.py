@@ -134,12 +134,14 @@ def check_sources(
     """Return {"sources.NAME": (old, new)} of the hashes that differ; raise UserError unless accepted."""
     names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
     if names and not accept_changes:
-        hashes = {name: f"({shown(old.get(name))}, now {shown(new.get(name))})" for name in names}
-        kinds = ["other" if name.startswith("rows ") else "another" for name in names]
-        told = [f"{kind} {name} {hashes[name]}" for kind, name in zip(kinds, names, strict=True)]
+        differing = [
+            f"{'other' if name.startswith('rows ') else 'another'} {name}"
+            f" ({shown(old.get(name))}, now {shown(new.get(name))})"
+            for name in names
+        ]
         raise UserError(
-            f"{path}: the run began with {', and '.join(told)}; --accept-changes resumes with the present"
-            " state, --out begins another run"
+            f"{path}: the run began with {', and '.join(differing)}; --accept-changes resumes with the"
+            " present state, --out begins another run"
         )
     return {f"sources.{name}": (old.get(name), new.get(name)) for name in names}
 

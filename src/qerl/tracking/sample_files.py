@@ -20,7 +20,7 @@ from qerl.config import SamplesConfig
 from qerl.config.regular_file import open_regular
 from qerl.errors import RunError
 from qerl.tracking.atomic_file import make_folder, sync_path, write_atomic
-from qerl.tracking.json_lines import JsonLines, Kept, decode
+from qerl.tracking.json_lines import JsonLines, RemainingLines, decode
 
 SEGMENT_BYTES = 16 << 20
 """samples.jsonl is compressed once it is this large: within 0.6 s on a CPU."""
@@ -90,7 +90,7 @@ class SampleFiles:
         self._steps.add(records[0]["step"])
         self._lines.append(records)
 
-    def cut(self, next_step: int) -> Kept:
+    def cut(self, next_step: int) -> RemainingLines:
         """Remove the samples of steps from next_step on."""
         removed = [segment for segment in segments(self._folder) if segment.last >= next_step]
         if removed and removed[0].first < next_step:
@@ -108,10 +108,10 @@ class SampleFiles:
             in_file = {_step(line) for line in _intact_lines(path)}
             steps |= set(range(first, last + 1)) if {first, last} <= in_file else in_file
         has_limit = (self._config.keep_steps, self._config.keep_mb) != (None, None)
-        return Kept(steps | set(range(min(steps, default=0) if has_limit else 0)), damaged, torn)
+        return RemainingLines(steps | set(range(min(steps, default=0) if has_limit else 0)), damaged, torn)
 
-    def mend(self) -> str | None:
-        return self._lines.mend()
+    def repair(self) -> str | None:
+        return self._lines.repair()
 
     def close(self) -> None:
         self._lines.close()

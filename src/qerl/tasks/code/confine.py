@@ -83,8 +83,8 @@ def _leave_root(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def _keep_capabilities(kept: int) -> None:
-    data = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
+def _keep_capabilities(bits: int) -> None:
+    data = struct.pack("=6I", bits, bits, 0, 0, 0, 0)
     _check_result(_LIBC.capset(struct.pack("=II", 0x20080522, 0), data), "capset")
 
 
@@ -132,8 +132,7 @@ def _prctl(option: int, value: int) -> None:
     _check_result(_LIBC.prctl(option, value, 0, 0, 0), f"prctl {option}")
 
 
-def _check_result(result: int, what: str) -> int:
+def _check_result(result: int, what: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
-    return result

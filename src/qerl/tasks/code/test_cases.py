@@ -104,11 +104,8 @@ def _parse_json(value: Any) -> Any:
 
 
 def is_correct_output(printed: str, expected: str) -> bool:
-    return _words(printed) == _words(expected)
-
-
-def _words(text: str) -> list[list[str]]:
-    return [line.split() for line in text.strip().splitlines()]
+    words = [[line.split() for line in text.strip().splitlines()] for text in (printed, expected)]
+    return words[0] == words[1]
 
 
 def is_correct_value(value: Any, expected: Any) -> bool:

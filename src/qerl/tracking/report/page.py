@@ -67,7 +67,7 @@ def contents(
     return parts, {
         "charts": chart_data + phase_data + other_data,
         "ticks": section.ticks(timelines),
-        "runs": [timeline | own for timeline, own in zip(timelines, samples, strict=True)],
+        "runs": [timeline | groups for timeline, groups in zip(timelines, samples, strict=True)],
     }
 
 
