@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from qerl.config import EnvironmentConfig
 from qerl.tasks.event_loop import GuardedLoop, InvalidReturn
@@ -34,27 +34,23 @@ Key = tuple[int, int]
 Messages = list[dict[str, str]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(NamedTuple):
     key: Key
     row: dict[str, Any]
     seed: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     key: Key
     completion: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     key: Key
     messages: Messages
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     key: Key
 
 

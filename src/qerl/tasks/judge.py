@@ -14,7 +14,7 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +36,6 @@ create table if not exists spent (
 
 class JudgeFailed(Exception):
     """Failure of one sample."""
-
-
-def judge(config: TaskConfig) -> Callable[..., Any]:
-    """Return the reward; raise UserError if its settings cannot work."""
-    settings = config.judge
-    require(settings.url != "", "the reward judge needs task.judge.url: the URL of an endpoint, or base")
-    made = Judge(settings)
-
-    def judge(prompts: list[Text], completions: list[Text], **columns: list[Any]) -> list[float]:
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        rows = rows or [{}] * len(prompts)
-        texts = map(readable, prompts), map(readable, completions)
-        return [made.reward(*each) for each in zip(*texts, rows, strict=True)]
-
-    return judge
 
 
 def readable(text: Text) -> str:
@@ -93,7 +78,13 @@ class Rubric:
 
 
 class Judge:
-    def __init__(self, settings: JudgeConfig):
+    """The reward; raises UserError if its settings cannot work."""
+
+    __name__ = "judge"
+
+    def __init__(self, config: TaskConfig):
+        settings = config.judge
+        require(settings.url != "", "the reward judge needs task.judge.url: the URL of an endpoint, or base")
         self._settings, self._model = settings, settings.model
         self._rubric = Rubric(settings)
         self._client = OpenAIClient(
@@ -101,7 +92,13 @@ class Judge:
         )
         self._ledger = Ledger(settings)
 
-    def reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
+    def __call__(self, prompts: list[Text], completions: list[Text], **columns: list[Any]) -> list[float]:
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = rows or [{}] * len(prompts)
+        texts = map(readable, prompts), map(readable, completions)
+        return [self._reward(*each) for each in zip(*texts, rows, strict=True)]
+
+    def _reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
         """Return a number in [0, 1]; raise JudgeFailed."""
         message = self._rubric.message(prompt, completion, row)
         key = self._rubric.key(message)
