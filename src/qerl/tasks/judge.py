@@ -21,7 +21,7 @@ from typing import Any
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.config.cache import cache_folder
 from qerl.errors import UserError, require
-from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
+from qerl.tasks.openai_client import OpenAIClient, RequestFailed
 from qerl.tasks.scoring import Text
 
 KEY_VARIABLE = "QERL_JUDGE_KEY"
@@ -56,12 +56,9 @@ class Rubric:
     def message(self, prompt: str, completion: str, row: dict[str, Any]) -> str:
         settings, fields = self._settings, {"prompt": prompt, "completion": completion}
         fields |= {"min_score": f"{settings.min_score:g}", "max_score": f"{settings.max_score:g}"}
-        return _filled(self._text, row | fields)
-
-    def key(self, message: str) -> str:
-        """Return the key of the reply to a message in the file of replies."""
-        question = json.dumps([self._settings.url, self._settings.model, self._settings.max_tokens, message])
-        return hashlib.sha256(question.encode("utf-8", errors="surrogatepass")).hexdigest()
+        values = row | fields
+        # In one pass: braces of a sample's own text stay as they are.
+        return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), self._text)
 
     def reward(self, reply: str) -> float:
         """Return a number in [0, 1]; raise JudgeFailed if the reply has no score, or one out of range."""
@@ -101,13 +98,12 @@ class Judge:
     def _reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
         """Return a number in [0, 1]; raise JudgeFailed."""
         message = self._rubric.message(prompt, completion, row)
-        key = self._rubric.key(message)
-        reply = self._ledger.reply(key)
+        reply = self._ledger.reply(message)
         if reply is not None:
             return self._rubric.reward(reply)
         reply = self._ask(message)
         reward = self._rubric.reward(reply)
-        self._ledger.keep(key, reply)  # only what can be read: another try may be better
+        self._ledger.keep(message, reply)  # only what can be read: another try may be better
         return reward
 
     def _ask(self, message: str) -> str:
@@ -158,14 +154,18 @@ class Ledger:
         finally:
             file.close()
 
-    def reply(self, key: str) -> str | None:
+    def _key(self, message: str) -> str:
+        question = json.dumps([self._settings.url, self._settings.model, self._settings.max_tokens, message])
+        return hashlib.sha256(question.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+    def reply(self, message: str) -> str | None:
         with self._open() as file:
-            row = file.execute("select reply from replies where key = ?", (key,)).fetchone()
+            row = file.execute("select reply from replies where key = ?", (self._key(message),)).fetchone()
         return None if row is None else row[0]
 
-    def keep(self, key: str, reply: str) -> None:
+    def keep(self, message: str, reply: str) -> None:
         with self._open() as file:
-            file.execute("insert or replace into replies values (?, ?)", (key, reply))
+            file.execute("insert or replace into replies values (?, ?)", (self._key(message), reply))
 
     def take_turn(self) -> None:
         """Count a request and wait for its place; raise JudgeFailed if a limit is reached."""
@@ -209,8 +209,3 @@ def _rubric(text: str) -> str:
         return Path(text[1:]).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise UserError(f"task.judge.rubric {text}: cannot be read: {error}") from None
-
-
-def _filled(rubric: str, values: Json) -> str:
-    """Fill in {name} of known names in one pass: braces of a sample's own text stay as they are."""
-    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), rubric)

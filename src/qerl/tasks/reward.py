@@ -300,9 +300,10 @@ def _started(
 
 def _added(outcome: Outcome, weight: float, value: float | Failure) -> Outcome:
     """Add another value to the outcome; a failure of either is the sample's."""
-    for part in (outcome, value):
-        if isinstance(part, Failure):
-            return part
+    if isinstance(outcome, Failure):
+        return outcome
+    if isinstance(value, Failure):
+        return value
     return finite_number("the weighted sum", (outcome or 0.0) + weight * value)
 
 

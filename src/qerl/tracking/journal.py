@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -82,7 +82,8 @@ class Journal:
                 self._events = JsonLines(folder / "events.jsonl")
                 self._samples = SampleFiles(folder)
                 sync_path(folder)
-                self._place = OpenFolder(folder)
+                self._open_folder = OpenFolder(folder)
+                self.place = self._open_folder.place
                 unless_opened.pop_all()
         except OSError as error:
             raise UserError(f"cannot write a run to {folder}: {error.strerror}; set another --out") from None
@@ -101,6 +102,8 @@ class Journal:
         kind = PanelDisplay if is_panel else PlainDisplay
         self._display = kind(console, num_steps, str(folder))
         self._stopwatch = Stopwatch(self._display.phase)
+        self.span = self._stopwatch.span
+        """Times a phase between steps, such as a checkpoint; it is added to the step that follows."""
         self._carried: dict[str, float] = {}
         # The threads that write checkpoints and report signals append too.
         self._events_lock = threading.Lock()
@@ -115,7 +118,7 @@ class Journal:
         """Write run.json, with the hashes of rewards and files. Once a step is recorded, check that nothing
         but fields in `provenance.EXEMPT`, more steps and what the user accepts differs from it."""
         check_loggers(config.loggers)
-        self._samples.limit(config.samples)
+        self._samples.config = config.samples
         self._answer_column, self._logger_names = config.task.answer_column, config.loggers
         path, facts = self._folder / "run.json", finite(run_facts(config))
         self._config, self._facts = facts["config"], facts
@@ -204,10 +207,6 @@ class Journal:
         self.carry(record_s=time.perf_counter() - end)
         self._next_step = step + 1
 
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase between steps, such as a checkpoint; it is added to the step that follows."""
-        return self._stopwatch.span(name)
-
     def steps(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl."""
         return (record for record in self._metrics.read() if "step" in record)
@@ -217,10 +216,6 @@ class Journal:
         text = redact(text)
         self._note(text)
         self._display.notice(text)
-
-    def place(self) -> Path | None:
-        """Return where the run's folder is, which another program may move; None if it was removed."""
-        return self._place.place()
 
     def saved(self, next_step: int) -> None:
         """Record that a checkpoint of the state before this step is on the disk; in any thread."""
@@ -264,7 +259,7 @@ class Journal:
 
     def close(self) -> None:
         with ExitStack() as stack:  # all are closed even if one fails, the lock last
-            parts = self._place, self._metrics, self._samples, self._events, self._display
+            parts = self._open_folder, self._metrics, self._samples, self._events, self._display
             for part in (self._lock, *parts):
                 stack.callback(part.close)
             stack.callback(self._close_loggers)
@@ -345,6 +340,7 @@ class NullJournal:
 
     def __init__(self):
         self._stopwatch = Stopwatch(lambda phase: None)
+        self.span = self._stopwatch.span
 
     def _ignore(self, *_: object, **__: object) -> None: ...
 
@@ -353,9 +349,6 @@ class NullJournal:
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
         yield StepLog(step, self._stopwatch, "answer")
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        return self._stopwatch.span(name)
 
     def steps(self) -> Iterator[dict[str, Any]]:
         return iter(())

@@ -22,8 +22,7 @@ from qerl.errors import UserError, redact
 # loggers, how often it is saved, the number of processes, when it aborts and what it accepts.
 EXEMPT = {"out", "run_name", "loggers", "max_mismatch", "learn.max_nonfinite_updates", "accept_changes"}
 EXEMPT |= {"checkpoint.every", "checkpoint.keep", "task.reward_workers", "task.reward_memory_gb"}
-EXEMPT |= {"task.reward_overlap"}
-EXEMPT |= {"rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
+EXEMPT |= {"task.reward_overlap", "rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
 EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
 ROUNDING = {"learn.gradient_checkpointing", "learn.logprob_chunk_tokens", "learn.max_tokens_per_microbatch"}
 """Fields of the memory of learning: they change how logprobs and gradients are rounded, and are recorded."""

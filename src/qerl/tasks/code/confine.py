@@ -48,7 +48,10 @@ def confine(
     _limit(limits | {"RLIMIT_NPROC": limits["RLIMIT_NPROC"] + num_other_tasks})
     keeps_reading = False
     if user is not None:
-        _leave_root(user)
+        _prctl(_PR_SET_KEEPCAPS, 1)  # until _keep_capabilities
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
         # Python may be in /root; Landlock then limits what the capability to read any file is good for.
         is_readable = all(os.access(path, os.R_OK) for path in (folder, *reads))
         keeps_reading = not is_readable and (has_landlock or not required)
@@ -74,13 +77,6 @@ def _limit(limits: dict[str, int]) -> None:
         hard = resource.getrlimit(kind)[1]
         soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (soft, soft))
-
-
-def _leave_root(user: int) -> None:
-    _prctl(_PR_SET_KEEPCAPS, 1)  # until _keep_capabilities
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
 
 
 def _keep_capabilities(bits: int) -> None:

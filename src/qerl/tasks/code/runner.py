@@ -28,6 +28,12 @@ from qerl.tasks.code.script import Script
 
 _CHILD = Path(backends.__file__).with_name("child.py")
 _RESULT_BYTES = 1000
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 class SandboxUnavailable(RuntimeError):
@@ -141,22 +147,13 @@ def _start_child(
                 stderr=stderr,
                 pass_fds=passed,
                 cwd=box.cwd,
-                env=_environment(box.folder),
+                env=_ENVIRONMENT | {"HOME": box.folder, "TMPDIR": box.folder},
                 start_new_session=True,
             )
         finally:
             os.close(child_end)
         stack.callback(_kill, popen)
         yield popen, result
-
-
-def _environment(folder: str) -> dict[str, str]:
-    return dict.fromkeys(("HOME", "TMPDIR"), folder) | {
-        "PATH": "/usr/bin:/bin",
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
 
 
 @contextmanager
