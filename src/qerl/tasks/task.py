@@ -47,7 +47,7 @@ class Task:
         tables = [table for table in open_rows(config) if table is not None]
         self.name = tables[0].name
         self.renderers = [Renderer(config, each, tokenizer) for each in tables]
-        """Of the training rows and, if they have a table of their own, of the held-out rows."""
+        """Renderers of the training rows and, if they have a table of their own, of the held-out rows."""
         self.sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
         """Fingerprints of hub data sets by name."""
         for each in self.renderers:
