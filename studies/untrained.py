@@ -40,7 +40,7 @@ from qerl.models.delta_net import recur_over
 from qerl.models.device import COMPUTE, resolve_device
 from qerl.models.loader import build_decoder
 from qerl.models.quantize.awq import BATCH_TOKENS, ScaledCheckpoint, awq, collect_inputs, run_sequences
-from qerl.tasks import RewardPool, build_task
+from qerl.tasks import RewardPool, Task
 from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import gym_rows
 from qerl.training.rollouts.evaluation import EVALUATION_STEP, sample_and_score, sampled_tokens, summarize
@@ -125,7 +125,7 @@ def measure_untrained(job: Job) -> dict[str, Any]:
     source = locate(config.model.path)
     checkpoint, tokenizer = source.open(), load_tokenizer(config.model.path)
     max_prompt_tokens = architecture_of(checkpoint).max_positions - config.sample.max_tokens
-    task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
+    task = Task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
     prompts = task.train_prompts(0, config.evaluate.num_prompts)
     with RewardPool(config.task) as pool:
         made = WEIGHTS[job.weights](checkpoint, config, tokenizer)

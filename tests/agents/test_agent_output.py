@@ -15,7 +15,7 @@ from agent_episodes import load_tiny, playing
 from qerl.config import TaskConfig
 from qerl.serve.agents.outcomes import Outcome, OutcomePipe
 from qerl.tasks.scoring import Failure
-from qerl.tasks.worker_process import MOST_PRINTED
+from qerl.tasks.worker_process import MAX_PRINTED
 
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
@@ -70,7 +70,7 @@ def test_what_a_program_of_an_agent_prints_is_dropped_and_fills_nothing(model, c
     grown = {pid: after[pid] - before[pid] for pid in after.keys() & before.keys()}
     assert len(grown) >= 4 and max(grown.values()) < 50, grown  # of 400 MB
     shown = capfd.readouterr().err
-    assert len(shown) < (took_s + 2) * 1.2 * MOST_PRINTED and took_s < 60
+    assert len(shown) < (took_s + 2) * 1.2 * MAX_PRINTED and took_s < 60
     dropped = sum(map(int, re.findall(r"omitted (\d+) more bytes printed", shown)))
     assert dropped > NUM_MB * MB
 

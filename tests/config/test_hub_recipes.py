@@ -11,7 +11,7 @@ import tiny_run
 from qerl import train
 from qerl.config import EvalConfig, ModelConfig
 from qerl.config.recipes import RECIPES
-from qerl.tasks import RewardPool, build_task
+from qerl.tasks import RewardPool, Task
 from qerl.types import Group, Sample
 
 assert latex2sympy2_extended  # imported here, so that forked graders need not: 0.7 CPU seconds each
@@ -124,7 +124,7 @@ def test_a_right_answer_in_the_asked_for_form_earns_all_and_another_little(name,
     from qerl.models.checkpoint.tokenizer import load_tokenizer
 
     task = dataclasses.replace(RECIPES[name]().task, num_held_out=2)
-    built = build_task(task, load_tokenizer(str(model)), seed=0, max_prompt_tokens=1000)
+    built = Task(task, load_tokenizer(str(model)), seed=0, max_prompt_tokens=1000)
     prompt = built.train_prompts(0, 1)[0]
     assert "<think>" in prompt.text and "<answer>" in prompt.text
     gold = str(prompt.columns[task.answer_column])
@@ -145,7 +145,7 @@ def test_a_program_that_passes_earns_all(model):
     task = RECIPES["code"]().task
     code = dataclasses.replace(task.code, unsafe=True)  # what is graded needs no sandbox
     task = dataclasses.replace(task, num_held_out=2, reward_workers=1, code=code)
-    built = build_task(task, load_tokenizer(str(model)), seed=0, max_prompt_tokens=1000)
+    built = Task(task, load_tokenizer(str(model)), seed=0, max_prompt_tokens=1000)
     prompt = built.train_prompts(0, 1)[0]
     assert "```python" in prompt.text and "print" in prompt.text
     gold = str(prompt.columns["gold_standard_solution"])

@@ -15,7 +15,7 @@ from faults import runs
 from qerl.config import TaskConfig
 from qerl.tasks import RewardPool
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
-from qerl.tasks.worker_process import MORE_TASKS, MOST_PRINTED
+from qerl.tasks.worker_process import MAX_PRINTED, MORE_TASKS
 from tasks.material import group
 
 BAD = """
@@ -145,7 +145,7 @@ def test_a_quarter_gigabyte_of_print_does_not_reach_the_terminal(pool, capfd):
     said = capfd.readouterr()
     assert said.out == "" and said.err.startswith("one line that is wanted\n")
     assert "more bytes printed by rewards" in said.err
-    assert len(said.err) < (seconds + 3) * (MOST_PRINTED + 100)
+    assert len(said.err) < (seconds + 3) * (MAX_PRINTED + 100)
 
 
 def test_what_ends_one_sample_in_any_way_leaves_the_run_and_is_told(tmp_path):

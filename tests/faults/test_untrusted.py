@@ -25,7 +25,7 @@ from qerl.errors import UserError
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.peft.peft_reader import adapter_config, read_adapter
-from qerl.tasks import build_task
+from qerl.tasks import Task
 from qerl.tasks.prompt import render_chat
 from qerl.tracking.atomic_file import read_object
 from qerl.tracking.json_lines import JsonLines, decode
@@ -75,7 +75,7 @@ def tasked(name: str, content: bytes) -> None:
         config = TaskConfig(name=str(path), template="{question}", num_held_out=1)
 
         def work():
-            task = build_task(config, TOKENIZER, seed=0, max_prompt_tokens=64)
+            task = Task(config, TOKENIZER, seed=0, max_prompt_tokens=64)
             return task.train_prompts(0, 1)
 
         one_line(work)
@@ -216,7 +216,7 @@ def test_code_that_comes_with_a_model_or_a_data_set_is_not_run(tmp_path, monkeyp
     (data / "data.py").write_text(EVIL.format(mark=str(mark)))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     config = TaskConfig(name=str(data), template="{question}", prompt_column="prompt", num_held_out=1)
-    one_line(lambda: build_task(config, TOKENIZER, seed=0, max_prompt_tokens=64))
+    one_line(lambda: Task(config, TOKENIZER, seed=0, max_prompt_tokens=64))
     assert not mark.exists()
 
 

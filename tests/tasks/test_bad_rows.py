@@ -9,7 +9,7 @@ from material import CHATML, jsonl, tokenizer
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks import all_prompts, build_task
+from qerl.tasks import Task, all_prompts
 from qerl.tasks.row_values import MAX_DEPTH, value_fault
 
 TOKENIZER = tokenizer()
@@ -26,7 +26,7 @@ def nested(depth):
 
 
 def built(config, *, made=TOKENIZER, **settings):
-    return build_task(config, made, seed=0, max_prompt_tokens=120, **settings)
+    return Task(config, made, seed=0, max_prompt_tokens=120, **settings)
 
 
 def left_out(config, *, made=TOKENIZER):

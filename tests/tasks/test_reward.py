@@ -11,7 +11,7 @@ from test_rows import SUMS
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks import RewardPool, build_task
+from qerl.tasks import RewardPool, Task
 from qerl.tasks.reward import format_failures, imported
 from qerl.types import Group
 
@@ -151,7 +151,7 @@ def test_math_runs_in_a_worker_and_is_killed_when_it_does_not_end(pool):
 
 def test_gym_samples_are_scored_from_prompt_to_reward(pool):
     config = {"gym_options": SUMS, "num_rows": 500, "num_held_out": 16, "rewards": ("gym",)}
-    task = build_task(TaskConfig(**config), tokenizer(), seed=0, max_prompt_tokens=500)
+    task = Task(TaskConfig(**config), tokenizer(), seed=0, max_prompt_tokens=500)
     groups = []
     for prompt in task.train_prompts(0, 4):
         samples_G = group(prompt.columns["answer"], "x").samples_G

@@ -5,7 +5,7 @@ from material import jsonl, tokenizer
 from test_rows import SUMS
 
 from qerl.config import TaskConfig
-from qerl.tasks import build_task
+from qerl.tasks import Task
 from qerl.tasks.task import Renderer
 
 LIMIT = 120
@@ -13,7 +13,7 @@ LIMIT = 120
 
 def notices(tmp_path, rows, *, reads_answer=True, **changes):
     config = TaskConfig(**{"name": jsonl(tmp_path / "x.jsonl", rows), "num_held_out": 1, **changes})
-    task = build_task(config, tokenizer(), seed=0, max_prompt_tokens=LIMIT)
+    task = Task(config, tokenizer(), seed=0, max_prompt_tokens=LIMIT)
     return task.notices(config, reads_answer=reads_answer)
 
 
@@ -41,7 +41,7 @@ def test_long_rows_are_counted_before_any_is_drawn(tmp_path):
 def test_a_row_of_exactly_the_limit_is_not_long(tmp_path):
     def lengths(text):
         config = TaskConfig(name=jsonl(tmp_path / "x.jsonl", [row(0, prompt=text)] * 2), num_held_out=1)
-        return len(build_task(config, tokenizer(), seed=0, max_prompt_tokens=999).held_out(1)[0].tokens_T)
+        return len(Task(config, tokenizer(), seed=0, max_prompt_tokens=999).held_out(1)[0].tokens_T)
 
     fitting = "y" * (LIMIT - lengths(""))
     assert notices(tmp_path, [row(0), row(1, prompt=fitting), row(2)]) == []

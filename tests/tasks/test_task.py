@@ -7,14 +7,14 @@ from test_rows import SUMS
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks import build_task
+from qerl.tasks import Task
 
 TEMPLATE = "What is {metadata[expression]}? Answer with just the number."
 GYM = TaskConfig(gym_options=SUMS, template=TEMPLATE, num_rows=5000, num_held_out=32)
 
 
 def built(config, seed=0, max_prompt_tokens=500):
-    return build_task(config, tokenizer(), seed=seed, max_prompt_tokens=max_prompt_tokens)
+    return Task(config, tokenizer(), seed=seed, max_prompt_tokens=max_prompt_tokens)
 
 
 def from_file(tmp_path, num_rows=20, num_held_out=4, long=(), **arguments):

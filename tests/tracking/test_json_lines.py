@@ -54,11 +54,11 @@ def steps(folder, name="a.jsonl"):
 
 
 def test_a_file_that_is_left_alone_needs_no_mending(file, tmp_path):
-    assert file.mend() is None
+    assert file.repair() is None
     file.cut(1)
-    assert file.mend() is None
+    assert file.repair() is None
     (tmp_path / "a.jsonl").touch()  # only its time
-    assert file.mend() is None and file.mend() is None
+    assert file.repair() is None and file.repair() is None
 
 
 def test_a_file_saved_by_an_editor_is_put_back_beside_the_editors(file, tmp_path):
@@ -67,11 +67,11 @@ def test_a_file_saved_by_an_editor_is_put_back_beside_the_editors(file, tmp_path
         os.replace(tmp_path / "new", tmp_path / "a.jsonl")
         file.append([{"step": 2}])  # to the file that was replaced
         aside = "a.jsonl.other" if content == "mine" else "a.jsonl.other2"
-        assert file.mend() == (
+        assert file.repair() == (
             "another program replaced a.jsonl while the run wrote it: it is in place again,"
             f" and the other file is {aside}"
         )
-        assert (tmp_path / aside).read_text() == content and file.mend() is None
+        assert (tmp_path / aside).read_text() == content and file.repair() is None
     file.append([{"step": 3}])
     assert steps(tmp_path) == [0, 1, 2, 2, 3]
 
@@ -79,14 +79,14 @@ def test_a_file_saved_by_an_editor_is_put_back_beside_the_editors(file, tmp_path
 def test_a_file_saved_as_it_was_is_told_without_another_file(file, tmp_path):
     (tmp_path / "new").write_bytes((tmp_path / "a.jsonl").read_bytes())
     os.replace(tmp_path / "new", tmp_path / "a.jsonl")
-    assert (file.mend() or "").endswith("it is in place again")
+    assert (file.repair() or "").endswith("it is in place again")
     file.append([{"step": 2}])
     assert steps(tmp_path) == [0, 1, 2] and os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_a_file_that_is_removed_is_put_back(file, tmp_path):
     (tmp_path / "a.jsonl").unlink()
-    assert "another program removed a.jsonl" in (file.mend() or "")
+    assert "another program removed a.jsonl" in (file.repair() or "")
     file.append([{"step": 2}])
     assert steps(tmp_path) == [0, 1, 2]
 
@@ -95,12 +95,12 @@ def test_a_file_changed_in_place_is_told_and_written_on(file, tmp_path):
     content = (tmp_path / "a.jsonl").read_bytes()
     (tmp_path / "a.jsonl").write_bytes(content[:34].replace(b"0", b"7") + b"half a line")
     num_bytes = 34 + len("half a line")
-    assert file.mend() == (
+    assert file.repair() == (
         f"another program changed a.jsonl while the run wrote it: it has {num_bytes} bytes, the run wrote"
         f" {len(content)}; a.jsonl: skipped 2 damaged lines: 1, 2"
     )
     file.append([{"step": 2}])
-    assert steps(tmp_path) == [None, None, 2] and file.mend() is None
+    assert steps(tmp_path) == [None, None, 2] and file.repair() is None
 
 
 def test_a_bit_changed_in_place_is_told(file, tmp_path):
@@ -108,4 +108,4 @@ def test_a_bit_changed_in_place_is_told(file, tmp_path):
     with open(tmp_path / "a.jsonl", "r+b") as other:
         other.write(content.replace(b"0", b"7", 1))
     os.utime(tmp_path / "a.jsonl", ns=(0, 0))  # a clock that is too coarse shows no change
-    assert "skipped 1 damaged line: 1" in (file.mend() or "")
+    assert "skipped 1 damaged line: 1" in (file.repair() or "")

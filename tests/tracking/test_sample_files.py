@@ -30,7 +30,7 @@ def sample(step, index=0, text="x" * 40):
 def written(folder, first, last, **limits):
     folder.mkdir(exist_ok=True)
     files = SampleFiles(folder)
-    files.limit(SamplesConfig(**limits))
+    files.config = SamplesConfig(**limits)
     files.cut(first)
     for step in range(first, last):
         files.append([sample(step), sample(step, 1)])
@@ -88,7 +88,7 @@ def test_what_is_kept_is_limited_by_steps(tmp_path):
     written(tmp_path, 0, 20, keep_steps=6)
     assert steps(tmp_path)[-12:] == twice(range(14, 20)) and len(steps(tmp_path)) <= 2 * 9
     files = SampleFiles(tmp_path)
-    files.limit(SamplesConfig(keep_steps=6))
+    files.config = SamplesConfig(keep_steps=6)
     assert files.cut(20).steps == set(range(20))  # what was removed on purpose is not missed
     files.close()
 
@@ -96,7 +96,7 @@ def test_what_is_kept_is_limited_by_steps(tmp_path):
 def test_what_is_kept_is_limited_by_bytes(tmp_path):
     rng = random.Random(0)
     files = SampleFiles(tmp_path)
-    files.limit(SamplesConfig(keep_mb=1))
+    files.config = SamplesConfig(keep_mb=1)
     sample_files.SEGMENT_BYTES = 1 << 30
     for step in range(40):
         files.append([sample(step, i, rng.randbytes(1000).hex()) for i in range(40)])

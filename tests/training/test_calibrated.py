@@ -17,7 +17,7 @@ from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.device import resolve_device
 from qerl.models.quantize.quantize import quantize
-from qerl.tasks import RewardPool, build_task
+from qerl.tasks import RewardPool, Task
 from qerl.training.calibrated import NOTE, refuse_calibration, with_calibrated_base
 from qerl.training.policy import load_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP, sample_and_score
@@ -67,7 +67,7 @@ def model_of(config, path, **changes):
 
 def accuracy(config):
     tokenizer = load_tokenizer(config.model.path)
-    task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=100)
+    task = Task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=100)
     _, engine = load_sampler(config, tokenizer)
     with RewardPool(config.task) as pool:
         prompts, sampling = task.held_out(None), sampling_of(config)

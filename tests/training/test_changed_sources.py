@@ -134,7 +134,8 @@ def test_a_finished_run_given_more_steps_goes_on_as_a_run_of_so_many(finished):
     for name in ("learning_rate", "sigma"):
         assert [record[name] for record in records[2:]] == [record[name] for record in whole[2:]]
     assert any(
-        "learning rate and sigma are then those of a run of so many steps" in text for text in texts(finished)
+        "learning rate and sigma are then those of a run of that many steps" in text
+        for text in texts(finished)
     )
     evaluations = json.loads((finished / "run" / "evaluations.json").read_text())
     assert list(evaluations) == ["before", "after_2_steps", "after"]

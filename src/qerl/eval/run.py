@@ -25,7 +25,7 @@ from qerl.eval.benchmark import Benchmark, result_path, run_benchmark, settings_
 from qerl.learner import checkpoint
 from qerl.models.checkpoint.source import locate
 from qerl.models.device import resolve_device
-from qerl.tasks import RewardPool, VotePool, all_prompts, build_task
+from qerl.tasks import RewardPool, Task, VotePool, all_prompts
 from qerl.tasks.majority_vote import voting_grader
 from qerl.tasks.reward import REWARDS, format_failures
 from qerl.tracking.provenance import environment
@@ -187,7 +187,7 @@ def _prompts(
     num = options.num_prompts
     if is_whole:
         return all_prompts(task, tokenizer, num=num, max_prompt_tokens=max_prompt_tokens)
-    built = build_task(task, tokenizer, seed=options.seed, max_prompt_tokens=max_prompt_tokens)
+    built = Task(task, tokenizer, seed=options.seed, max_prompt_tokens=max_prompt_tokens)
     if not (prompts := built.held_out(num)):
         raise UserError(f"{task.name} has no held-out rows to evaluate on: set task.num_held_out")
     return prompts

@@ -2,6 +2,6 @@
 
 from qerl.tasks.majority_vote import VotePool
 from qerl.tasks.reward import RewardPool
-from qerl.tasks.task import Task, all_prompts, build_task
+from qerl.tasks.task import Task, all_prompts
 
-__all__ = ["RewardPool", "Task", "VotePool", "all_prompts", "build_task"]
+__all__ = ["RewardPool", "Task", "VotePool", "all_prompts"]

@@ -42,10 +42,8 @@ def environment_rows(config: TaskConfig) -> list[dict[str, Any]]:
     require_package(config.name)
     if config.name.startswith(VERIFIERS):
         tasks = verifiers_tasks(config)
-        named = [
-            task.data.prompt_text or task.data.name or f"{config.name} {i}" for i, task in enumerate(tasks)
-        ]
-        rows = [{"prompt": text, "task": i} for i, text in enumerate(named)]
+        texts = (task.data.prompt_text or task.data.name for task in tasks)
+        rows = [{"prompt": text or f"{config.name} {i}", "task": i} for i, text in enumerate(texts)]
     else:
         resets = json.loads(config.env_options).get("resets")
         if resets is None:

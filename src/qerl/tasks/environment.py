@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from qerl.config import EnvironmentConfig
 from qerl.tasks.event_loop import GuardedLoop, InvalidReturn
@@ -34,27 +34,23 @@ Key = tuple[int, int]
 Messages = list[dict[str, str]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(NamedTuple):
     key: Key
     row: dict[str, Any]
     seed: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     key: Key
     completion: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     key: Key
     messages: Messages
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     key: Key
 
 
@@ -90,7 +86,7 @@ class EnvironmentWorker:
         )
 
     def max_play_s(self, num_calls: int) -> float:
-        """Return the most time that so many calls can take unless code blocks."""
+        """Return the longest time that this many calls can take unless code blocks."""
         return (2 + math.ceil(num_calls / self._config.max_concurrent)) * self._deadline_s
 
     def play(self, calls: list[Call]) -> list[EnvironmentReply | Failure]:

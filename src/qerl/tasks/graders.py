@@ -11,6 +11,7 @@ Each returns 1 or 0; gym and code also values between. They have the form of TRL
 user's do. A row without a usable answer is an error, because every sample of it would be wrong.
 """
 
+import functools
 import re
 from collections import deque
 from collections.abc import Callable
@@ -35,7 +36,7 @@ _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def _compare(config: TaskConfig, name: str, is_right: Callable[[str, Any], bool]) -> Reward:
+def _compare(name: str, is_right: Callable[[str, Any], bool], config: TaskConfig) -> Reward:
     """Return the reward of this name: 1 if is_right(text, answer), else 0."""
 
     def reward(completions: list[Any], **columns: list[Any]) -> list[float]:
@@ -46,18 +47,10 @@ def _compare(config: TaskConfig, name: str, is_right: Callable[[str, Any], bool]
     return reward
 
 
-def exact(config: TaskConfig) -> Reward:
-    return _compare(config, "exact", lambda text, answer: text.strip() == _stripped(answer))
-
-
-def _stripped(answer: Any) -> str:
+def _is_exact(text: str, answer: Any) -> bool:
     if answer is None:
         raise ValueError("the row has no answer")
-    return str(answer).strip()
-
-
-def numeric(config: TaskConfig) -> Reward:
-    return _compare(config, "numeric", lambda text, answer: last_number(text) == gold_number(answer))
+    return text.strip() == str(answer).strip()
 
 
 def gold_number(answer: Any) -> Fraction:
@@ -77,15 +70,11 @@ def last_number(text: str) -> Fraction | None:
     return Fraction(over.strip()) / divisor if divisor else None
 
 
-def math(config: TaskConfig) -> Reward:
-    return _compare(config, "math", _is_right)
-
-
-def _is_right(text: str, answer: Any) -> bool:
+def _is_math_equal(text: str, answer: Any) -> bool:
     gold = "" if answer is None else gold_answer(str(answer))
     if not gold:
         raise ValueError(f"the row has no answer: {answer!r}")
-    return any(is_equal(gold, given) for given in final_answers(text))
+    return any(is_equal(gold, answer) for answer in final_answers(text))
 
 
 def tags(config: TaskConfig) -> Reward:
@@ -129,4 +118,12 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
 NEED_ANSWER = ("exact", "numeric", "math", "code")
 """Rewards that read task.answer_column."""
 
-BUILT_IN = {reward.__name__: reward for reward in (exact, numeric, math, tags, gym, code)}
+_COMPARISONS: dict[str, Callable[[str, Any], bool]] = {
+    "exact": _is_exact,
+    "numeric": lambda text, answer: last_number(text) == gold_number(answer),
+    "math": _is_math_equal,
+}
+BUILT_IN: dict[str, Callable[[TaskConfig], Reward]] = {
+    **{name: functools.partial(_compare, name, is_right) for name, is_right in _COMPARISONS.items()},
+    **{"tags": tags, "gym": gym, "code": code},
+}

@@ -1,6 +1,6 @@
 """The reward `judge`: a model behind an OpenAI-compatible endpoint rates each sample by a rubric.
 
-    reward = (score - least) / (most - least)        score: the last one in the judge's reply
+    reward = (score - min_score) / (max_score - min_score)        score: the last one in the judge's reply
 
 Replies are kept in a file (SQLite), which the worker processes share: a sample that has been rated is not
 asked for again. The same file spaces the requests of all workers, and adds up their number and cost. A reply
@@ -14,14 +14,14 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.config.cache import cache_folder
 from qerl.errors import UserError, require
-from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
+from qerl.tasks.openai_client import OpenAIClient, RequestFailed
 from qerl.tasks.scoring import Text
 
 KEY_VARIABLE = "QERL_JUDGE_KEY"
@@ -36,21 +36,6 @@ create table if not exists spent (
 
 class JudgeFailed(Exception):
     """Failure of one sample."""
-
-
-def judge(config: TaskConfig) -> Callable[..., Any]:
-    """Return the reward; raise UserError if its settings cannot work."""
-    settings = config.judge
-    require(settings.url != "", "the reward judge needs task.judge.url: the URL of an endpoint, or base")
-    made = Judge(settings)
-
-    def judge(prompts: list[Text], completions: list[Text], **columns: list[Any]) -> list[float]:
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        rows = rows or [{}] * len(prompts)
-        texts = map(readable, prompts), map(readable, completions)
-        return [made.reward(*each) for each in zip(*texts, rows, strict=True)]
-
-    return judge
 
 
 def readable(text: Text) -> str:
@@ -69,14 +54,11 @@ class Rubric:
         self._settings, self._text = settings, _rubric(settings.rubric)
 
     def message(self, prompt: str, completion: str, row: dict[str, Any]) -> str:
-        settings, own = self._settings, {"prompt": prompt, "completion": completion}
-        own |= {"min_score": f"{settings.min_score:g}", "max_score": f"{settings.max_score:g}"}
-        return _filled(self._text, row | own)
-
-    def key(self, message: str) -> str:
-        """Return the key of the reply to a message in the file of replies."""
-        asked = json.dumps([self._settings.url, self._settings.model, self._settings.max_tokens, message])
-        return hashlib.sha256(asked.encode("utf-8", errors="surrogatepass")).hexdigest()
+        settings, fields = self._settings, {"prompt": prompt, "completion": completion}
+        fields |= {"min_score": f"{settings.min_score:g}", "max_score": f"{settings.max_score:g}"}
+        values = row | fields
+        # In one pass: braces of a sample's own text stay as they are.
+        return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), self._text)
 
     def reward(self, reply: str) -> float:
         """Return a number in [0, 1]; raise JudgeFailed if the reply has no score, or one out of range."""
@@ -93,7 +75,13 @@ class Rubric:
 
 
 class Judge:
-    def __init__(self, settings: JudgeConfig):
+    """The reward; raises UserError if its settings cannot work."""
+
+    __name__ = "judge"
+
+    def __init__(self, config: TaskConfig):
+        settings = config.judge
+        require(settings.url != "", "the reward judge needs task.judge.url: the URL of an endpoint, or base")
         self._settings, self._model = settings, settings.model
         self._rubric = Rubric(settings)
         self._client = OpenAIClient(
@@ -101,16 +89,21 @@ class Judge:
         )
         self._ledger = Ledger(settings)
 
-    def reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
+    def __call__(self, prompts: list[Text], completions: list[Text], **columns: list[Any]) -> list[float]:
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = rows or [{}] * len(prompts)
+        texts = map(readable, prompts), map(readable, completions)
+        return [self._reward(*each) for each in zip(*texts, rows, strict=True)]
+
+    def _reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
         """Return a number in [0, 1]; raise JudgeFailed."""
         message = self._rubric.message(prompt, completion, row)
-        key = self._rubric.key(message)
-        reply = self._ledger.reply(key)
+        reply = self._ledger.reply(message)
         if reply is not None:
             return self._rubric.reward(reply)
         reply = self._ask(message)
         reward = self._rubric.reward(reply)
-        self._ledger.keep(key, reply)  # only what can be read: another try may be better
+        self._ledger.keep(message, reply)  # only what can be read: another try may be better
         return reward
 
     def _ask(self, message: str) -> str:
@@ -161,14 +154,18 @@ class Ledger:
         finally:
             file.close()
 
-    def reply(self, key: str) -> str | None:
+    def _key(self, message: str) -> str:
+        question = json.dumps([self._settings.url, self._settings.model, self._settings.max_tokens, message])
+        return hashlib.sha256(question.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+    def reply(self, message: str) -> str | None:
         with self._open() as file:
-            row = file.execute("select reply from replies where key = ?", (key,)).fetchone()
+            row = file.execute("select reply from replies where key = ?", (self._key(message),)).fetchone()
         return None if row is None else row[0]
 
-    def keep(self, key: str, reply: str) -> None:
+    def keep(self, message: str, reply: str) -> None:
         with self._open() as file:
-            file.execute("insert or replace into replies values (?, ?)", (key, reply))
+            file.execute("insert or replace into replies values (?, ?)", (self._key(message), reply))
 
     def take_turn(self) -> None:
         """Count a request and wait for its place; raise JudgeFailed if a limit is reached."""
@@ -212,8 +209,3 @@ def _rubric(text: str) -> str:
         return Path(text[1:]).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise UserError(f"task.judge.rubric {text}: cannot be read: {error}") from None
-
-
-def _filled(rubric: str, values: Json) -> str:
-    """Fill in {name} of known names in one pass: braces of a sample's own text stay as they are."""
-    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), rubric)

@@ -17,14 +17,9 @@ from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 _DEADLINE_S = 60.0
 
 
-def _number_text(text: str) -> str | None:
-    number = last_number(text)
-    return None if number is None else str(number)
-
-
 _VOTES: dict[str, tuple[Callable[[str], str | None], Callable[[str, str], bool]]] = {
     "exact": (lambda text: text.strip() or None, str.__eq__),
-    "numeric": (_number_text, str.__eq__),
+    "numeric": (lambda text: None if (number := last_number(text)) is None else str(number), str.__eq__),
     "math": (lambda text: (final_answers(text) or [None])[-1], is_equal),
 }
 """By grader: the answer that a text gives, and whether two answers are equal."""

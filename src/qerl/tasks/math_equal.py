@@ -13,10 +13,9 @@ r"""Decide whether two answers are mathematically equal, whatever their spelling
 Test cases: tests/tasks/answers.tsv.
 """
 
-import dataclasses
 import re
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from qerl.tasks.answer import normalize
 from qerl.tasks.symbolic import agree, is_multiple
@@ -37,49 +36,42 @@ _MAX_CHARACTERS = 500
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Several:
+class Several(NamedTuple):
     """1, 2: an answer with several parts in any order."""
 
     parts: tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tuple:
+class Tuple(NamedTuple):
     """(1, 2): parts in order, with their brackets: "()", "[)", or "matrix" for rows."""
 
     brackets: str
     parts: tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Time:
+class Time(NamedTuple):
     """10:30 or 2:30 pm; also a ratio such as 2:3."""
 
     parts: tuple[str, ...]
     half: str | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Equation:
+class Equation(NamedTuple):
     left: str
     right: str
 
 
-def is_equal(expected: str, given: str) -> bool:
+def is_equal(expected: str, answer: str) -> bool:
     # A long text is no answer, and its brackets may exceed the recursion limit.
-    if max(len(expected), len(given)) > _MAX_CHARACTERS:
-        return expected == given
-    a, b = normalize(expected), normalize(given)
+    if max(len(expected), len(answer)) > _MAX_CHARACTERS:
+        return expected == answer
+    a, b = normalize(expected), normalize(answer)
     if _without_spaces(a) == _without_spaces(b):
         return True
-    if (choice := _CHOICE.match(a)) and (given_choice := _CHOICE.match(b)):
-        return _letter(choice) == _letter(given_choice)
+    if (choice := _CHOICE.match(a)) and (other := _CHOICE.match(b)):
+        first, second = ((match[1] or match[2]).upper() for match in (choice, other))
+        return first == second
     return _same(_parse(a), _parse(b))
-
-
-def _letter(choice: re.Match[str]) -> str:
-    return (choice[1] or choice[2]).upper()
 
 
 def _without_spaces(text: str) -> str:

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from typing import Any
 
 from qerl.errors import UserError, printable, redact
@@ -33,7 +34,7 @@ class RequestFailed(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *given: Any, **named: Any) -> None:
+    def redirect_request(self, *arguments: Any, **options: Any) -> None:
         return None
 
 
@@ -52,9 +53,8 @@ class OpenAIClient:
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout_s, self._retries = timeout_s, retries
-        proxies = urllib.request.ProxyHandler({}) if parts.hostname in _LOOPBACK else None
-        handlers = [_NoRedirect(), *([] if proxies is None else [proxies])]
-        self._opener = urllib.request.build_opener(*handlers)
+        proxies = [urllib.request.ProxyHandler({})] if parts.hostname in _LOOPBACK else []
+        self._opener = urllib.request.build_opener(_NoRedirect(), *proxies)
 
     def post(self, path: str, body: Json) -> Json:
         """Return the JSON object of the answer; raise RequestFailed after the last try."""
@@ -78,8 +78,6 @@ class OpenAIClient:
                 if error.code not in _AGAIN:
                     raise failed from None
                 pause_s = max(pause_s, _retry_after_s(error))
-            except TimeoutError:
-                failed = RequestFailed("timed out", f"{self.url}: no answer within {self._timeout_s:g} s")
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 if isinstance(reason, TimeoutError):
@@ -114,15 +112,11 @@ class OpenAIClient:
 
 def _http_failure(error: urllib.error.HTTPError) -> RequestFailed:
     """Say what the endpoint says, in OpenAI's form of an error or in another."""
-    try:
+    text = ""
+    with suppress(OSError, http.client.HTTPException):
         text = error.read(4096).decode("utf-8", errors="replace")
-    except (OSError, http.client.HTTPException):
-        text = ""
-    try:
-        answer = json.loads(text)
-        text = str(answer["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        text = str(json.loads(text)["error"]["message"])
     return RequestFailed(f"HTTP {error.code}", text or str(error.reason))
 
 

@@ -33,7 +33,7 @@ class OwnJudge:
     def answer_by(self, answer: Answer, name: str) -> None:
         """Take replies from here. name: of the model, under which they are kept."""
         settings = dataclasses.replace(self._settings, model=name)
-        self._answer, self._rubric, self._ledger = answer, Rubric(settings), Ledger(settings)
+        self._answer, self._ledger = answer, Ledger(settings)
 
     def score_calls(self, calls: Sequence[dict[str, list[Any]]]) -> list[float | Failure]:
         """Return the reward of each call's sample, or why it has none."""
@@ -42,14 +42,19 @@ class OwnJudge:
                 "task.judge.url base rates samples while a model is trained; set the URL of an endpoint"
             )
         messages = [self._message(call) for call in calls]
-        replies = {message: self._ledger.reply(self._rubric.key(message)) for message in messages}
+        replies = {message: self._ledger.reply(message) for message in messages}
         rewards: dict[str, float | Failure] = {}
-        unknown = [message for message, reply in replies.items() if reply is None]
-        asked = [message for message in unknown if self._takes_turn(message, rewards)]
-        for message, reply in zip(asked, self._answer(asked) if asked else (), strict=True):
+        requests: list[str] = []
+        for message in (message for message, reply in replies.items() if reply is None):
+            try:
+                self._ledger.take_turn()
+                requests.append(message)
+            except JudgeFailed as error:  # a limit is reached
+                rewards[message] = failure_of("judge", error)
+        for message, reply in zip(requests, self._answer(requests) if requests else (), strict=True):
             rewards[message] = reply if isinstance(reply, Failure) else self._reward(reply)
             if isinstance(reply, str) and isinstance(rewards[message], float):
-                self._ledger.keep(self._rubric.key(message), reply)
+                self._ledger.keep(message, reply)
         for message, reply in replies.items():
             if reply is not None:
                 rewards[message] = self._reward(reply)
@@ -59,14 +64,6 @@ class OwnJudge:
         row = {name: values[0] for name, values in call.items()}
         prompt, completion = readable(row.pop("prompts")), readable(row.pop("completions"))
         return self._rubric.message(prompt, completion, row)
-
-    def _takes_turn(self, message: str, rewards: dict[str, float | Failure]) -> bool:
-        """Count a request; False, with the failure in `rewards`, if a limit is reached."""
-        try:
-            self._ledger.take_turn()
-        except JudgeFailed as error:
-            rewards[message] = failure_of("judge", error)
-        return message not in rewards
 
     def _reward(self, reply: str) -> float | Failure:
         try:

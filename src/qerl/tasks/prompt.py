@@ -99,10 +99,16 @@ class Renderer:
             return None
 
     def check(self, row_index: int, row: dict[str, Any]) -> None:
-        """Keep the fault of a bad row; a row is rendered only where the chat template may reject it."""
+        """Record the fault of a bad row. A row is rendered only where the chat template may reject it, which
+        depends mostly on the messages' roles."""
         if row_index not in self.faults:
             try:
-                self._check_roles(self._messages(row))
+                messages = self._messages(row)
+                roles = tuple(message["role"] for message in messages)
+                is_empty = not any(message["content"] for message in messages)
+                if is_empty or roles not in self._accepted_roles:
+                    self._tokens(messages)
+                    self._accepted_roles.add(roles)
             except BadRow as fault:
                 self.faults[row_index] = str(fault)
 
@@ -150,13 +156,6 @@ class Renderer:
         if not tokens_T:
             raise BadRow("its prompt has no token")
         return text, tokens_T
-
-    def _check_roles(self, messages: list[dict[str, str]]) -> None:
-        """Raise BadRow if the chat template rejects the messages, which it does mostly by their roles."""
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._accepted_roles or not any(message["content"] for message in messages):
-            self._tokens(messages)
-            self._accepted_roles.add(roles)
 
     def _fill_template(self, row: dict[str, Any], content: Any) -> str:
         fields = row if content is None else {"question": content, **row}

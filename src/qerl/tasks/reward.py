@@ -29,7 +29,7 @@ from qerl.errors import UserError, did_you_mean, printable, quantity
 from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
-from qerl.tasks.judge import judge
+from qerl.tasks.judge import Judge
 from qerl.tasks.own_judge import BASE, OwnJudge
 from qerl.tasks.reward_model import RewardModel
 from qerl.tasks.scoring import (
@@ -42,18 +42,18 @@ from qerl.tasks.scoring import (
     score,
 )
 from qerl.tasks.sources import function_sources
-from qerl.tasks.worker_pool import Jobs, WorkerLost, WorkerPool
+from qerl.tasks.worker_pool import Jobs, WorkerPool
 from qerl.types import Group, Prompt, Sample
 
-
-def _judge(config: TaskConfig) -> Any:
-    return OwnJudge(config) if config.judge.url == BASE else judge(config)
-
-
-REWARDS = {**BUILT_IN, "judge": _judge, "reward_model": RewardModel, "higher_lower": higher_lower}
+REWARDS: dict[str, Callable[[TaskConfig], Any]] = {
+    **BUILT_IN,
+    "judge": lambda config: (OwnJudge if config.judge.url == BASE else Judge)(config),
+    "reward_model": RewardModel,
+    "higher_lower": higher_lower,
+}
 _GRADED = frozenset({"judge", "reward_model"})  # 1 is not a correct sample
 Arguments = dict[str, list[Any]]
-Outcome = float | Failure | WorkerLost | None
+Outcome = float | Failure | None
 RewardsPG = list[list[float | None]]
 
 
@@ -81,7 +81,8 @@ class RewardPool:
         if len(weights) != len(functions):
             needed = f"a weight for each of {len(functions)} rewards"
             raise UserError(f"task.reward_weights needs {needed}, got {len(weights)}")
-        self._names = list(map(name_of, named))
+        self._names, self.has_rewards = list(map(name_of, named)), bool(named)
+        """has_rewards: False only in distillation without a reward: samples then have none."""
         pairs = list(zip(functions, weights, strict=True))
         made = _environment(functions)
         self.environment = None if made is None else entries[functions.index(made)]
@@ -147,11 +148,6 @@ class RewardPool:
                 raise UserError(f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
 
     @property
-    def has_rewards(self) -> bool:
-        """False only in distillation without a reward: samples then have none."""
-        return bool(self._names)
-
-    @property
     def has_environment(self) -> bool:
         return self.environment is not None
 
@@ -162,9 +158,7 @@ class RewardPool:
             return []
         deadline_s = self._environment_worker.max_play_s(len(calls))
         (replies,) = self._environment_pool.run([list(calls)], deadline_s=deadline_s)
-        if isinstance(replies, WorkerLost):
-            return [Failure(replies.cause, replies.message)] * len(calls)
-        return replies
+        return [replies] * len(calls) if isinstance(replies, Failure) else replies
 
     def score(self, groups: list[Group]) -> list[list[float | None]]:
         """Return the reward of each sample of each group; raise UserError if no sample has one."""
@@ -219,13 +213,12 @@ class RewardPool:
             return Failure(*sample.failure)
         outcome = next(outcomes)
         has_own = self.has_environment or self._agent is not None
-        if isinstance(outcome, Failure | WorkerLost) or not has_own or sample.reward is None:
-            return outcome
-        return finite_number("the weighted sum", (outcome or 0.0) + self._episode_weight * sample.reward)
+        added = sample.reward if has_own else None
+        return outcome if added is None else _added(outcome, self._episode_weight, added)
 
     def _count(self, outcome: Outcome, failures: Counter[str]) -> float | None:
         """Return a reward as it is. Count a failure by cause, with its message as an example."""
-        if not isinstance(outcome, Failure | WorkerLost):
+        if not isinstance(outcome, Failure):
             return outcome
         failures[outcome.cause] += 1
         self._examples[outcome.cause] = outcome.message
@@ -248,7 +241,7 @@ class Scoring:
     def __init__(self, pool: RewardPool, jobs: Jobs | None):
         """jobs: None without reward functions."""
         self._pool, self._jobs = pool, jobs
-        self._begun: dict[int, tuple[list[Arguments], range]] = {}
+        self._calls: dict[int, tuple[list[Arguments], range]] = {}
 
     @property
     def busy_s(self) -> float:
@@ -257,10 +250,10 @@ class Scoring:
 
     def add(self, key: int, group: Group) -> None:
         """Begin to score a group, which `rewards` gets under the same key; raise UserError as `attempt`."""
-        if not self._begun:
+        if not self._calls:
             self._pool.check(group.prompt)
         calls = [_call(group.prompt, sample) for sample in group.samples_G if sample.failure is None]
-        self._begun[key] = calls, range(0) if self._jobs is None else self._jobs.add(calls)
+        self._calls[key] = calls, range(0) if self._jobs is None else self._jobs.add(calls)
 
     def poll(self) -> None:
         """Keep the workers busy; does not wait for them."""
@@ -270,11 +263,11 @@ class Scoring:
     def rewards(self, keyed_P: list[tuple[int, Group]]) -> RewardsPG:
         """Return the reward of each sample of each group, those added before and others."""
         for key, group in keyed_P:
-            if key not in self._begun:
+            if key not in self._calls:
                 self.add(key, group)
         outcomes = None if self._jobs is None else self._jobs.wait()
         calls, outcomes_S = [], []
-        for own_calls, places in (self._begun[key] for key, _ in keyed_P):
+        for own_calls, places in (self._calls[key] for key, _ in keyed_P):
             calls += own_calls
             outcomes_S += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
         return self._pool.total([group for _, group in keyed_P], calls, outcomes_S)
@@ -306,8 +299,8 @@ def _started(
 
 
 def _added(outcome: Outcome, weight: float, value: float | Failure) -> Outcome:
-    """Add a reward model's value to the outcome; a failure of either is the sample's."""
-    if isinstance(outcome, Failure | WorkerLost):
+    """Add another value to the outcome; a failure of either is the sample's."""
+    if isinstance(outcome, Failure):
         return outcome
     if isinstance(value, Failure):
         return value
@@ -343,11 +336,11 @@ def resolve(name: str, config: TaskConfig) -> Reward:
 def imported(name: str, field: str) -> Callable[..., Any]:
     """Return the function or class that module:name or file.py:name, the value of this field, stands for."""
     module_name, colon, attribute = name.rpartition(":")
+    is_file = module_name.endswith(".py")
     if not colon:
         raise UserError(f"{field}: {name!r} is neither module:function nor file.py:function")
-    if module_name.endswith(".py") and not Path(module_name).is_file():
+    if is_file and not Path(module_name).is_file():
         raise UserError(f"{field} {name}: no such file")
-    is_file = module_name.endswith(".py")
     folder = str(Path(module_name).parent.absolute() if is_file else Path.cwd())
     if folder not in sys.path:  # as Python has it for a script, but last: it hides nothing that is installed
         sys.path.append(folder)
@@ -366,8 +359,7 @@ def imported(name: str, field: str) -> Callable[..., Any]:
 
 
 def with_absolute_path(name: str) -> str:
-    """Return FILE.py:NAME such that it means the same file in any working directory; other names as they
-    are."""
+    """Return FILE.py:NAME with the file's absolute path, and other names unchanged."""
     file, colon, attribute = name.rpartition(":")
     return f"{Path(file).absolute()}:{attribute}" if colon and file.endswith(".py") else name
 

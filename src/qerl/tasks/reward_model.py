@@ -33,7 +33,7 @@ class RewardModel:
         config = self._config
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
-            model, found = AutoModelForSequenceClassification.from_pretrained(
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
                 config.model,
                 dtype=_DTYPES[config.dtype],
                 trust_remote_code=False,
@@ -43,10 +43,10 @@ class RewardModel:
         except Exception as error:  # damaged or missing files raise many unrelated types
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(f"task.reward_model.model {config.model}: cannot be loaded: {reason}") from None
-        if found["missing_keys"]:
+        if loading["missing_keys"]:
             raise UserError(
                 f"task.reward_model.model {config.model}: is not a sequence classifier:"
-                f" it lacks {min(found['missing_keys'])}"
+                f" it lacks {min(loading['missing_keys'])}"
             )
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
@@ -58,19 +58,14 @@ class RewardModel:
         self._model = model.to(config.device).eval().requires_grad_(False)
 
     def score_calls(self, calls: Sequence[Mapping[str, list[Any]]]) -> list[float | Failure]:
-        """Return the rewards of reward functions' arguments, one sample each."""
-        return self.score([(call["prompts"][0], call["completions"][0]) for call in calls])
-
-    def score(self, pairs: list[tuple[Text, Text]]) -> list[float | Failure]:
-        """Return the reward of each prompt and completion; raise UserError if the model cannot be loaded."""
-        if self._model is None and pairs:
+        """Return the reward of each call's sample; raise UserError if the model cannot be loaded."""
+        if self._model is None and calls:
             self._load()
-        tokens = [self._tokens(*pair) for pair in pairs]
-        order = sorted(range(len(pairs)), key=lambda i: len(tokens[i]))  # equal lengths need no padding
-        rewards: list[float | Failure] = [Failure("empty", "prompt and completion have no token")] * len(
-            pairs
-        )
+        tokens = [self._tokens(call["prompts"][0], call["completions"][0]) for call in calls]
+        order = sorted(range(len(calls)), key=lambda i: len(tokens[i]))  # equal lengths need no padding
         order = [i for i in order if tokens[i]]
+        is_empty = Failure("empty", "prompt and completion have no token")
+        rewards: list[float | Failure] = [is_empty] * len(calls)
         for start in range(0, len(order), self._config.batch_size):
             some = order[start : start + self._config.batch_size]
             values = self._values([tokens[i] for i in some])

@@ -94,13 +94,9 @@ def view_rows(
 
 def leaks(train: TableView, held_out: TableView) -> list[tuple[str, str]]:
     """Return (place of a training row, place of the held-out row with its prompt)."""
-    known = {_plain(row.prompt): row.place for row in held_out.rows}
-    pairs = ((row.place, known.get(_plain(row.prompt))) for row in train.rows)
+    known = {_words(row.prompt.casefold()): row.place for row in held_out.rows}
+    pairs = ((row.place, known.get(_words(row.prompt.casefold()))) for row in train.rows)
     return [(place, other) for place, other in pairs if other is not None]
-
-
-def _plain(text: str) -> str:
-    return _words(text.casefold())
 
 
 def _words(text: str) -> str:

@@ -21,7 +21,6 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -190,28 +189,20 @@ def _hub(name: str, split: str, prompt_column: str | None) -> RowTable:
     import datasets
 
     path, _, subset = name.partition(":")
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it logs every attempt
     try:
-        with _quiet_hub():
-            dataset = datasets.load_dataset(path, subset or None, split=split)
+        dataset = datasets.load_dataset(path, subset or None, split=split)
     except Exception as error:  # network, hub or data set files may raise anything
         reason = str(error).strip().partition("\n")[0]
         hint = did_you_mean(name, ("reasoning-gym", "gsm8k")) or f"; a {', '.join(_READERS)} file works too"
         raise UserError(f"task.name {name}, split {split}: {type(error).__name__}: {reason}{hint}") from error
+    finally:
+        logger.setLevel(level)
     assert isinstance(dataset, datasets.Dataset)
     rows = _arrow_rows(f"{name} ({split})", dataset.data.table, prompt_column)
     return dataclasses.replace(rows, fingerprint=dataset._fingerprint)
-
-
-@contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """Let huggingface_hub log errors only: it logs every attempt."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _read_csv(path: Path, prompt_column: str) -> RowTable:

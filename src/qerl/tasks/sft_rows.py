@@ -5,6 +5,7 @@ The order of each epoch is a function of (seed, epoch), so a step's batch depend
 """
 
 import bisect
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -24,29 +25,24 @@ from qerl.types import Group
 _SFT_EPOCH = 3  # keeps these seeds apart from those of other draws
 
 
+@dataclasses.dataclass
 class SftRows:
     """Demonstrations in the order of their rows."""
 
-    def __init__(
-        self,
-        learned: list[Demonstration],
-        evaluated: list[Demonstration],
-        *,
-        notices: list[str],
-        sources: dict[str, str],
-        seed: int,
-        block_tokens: int | None = None,
-    ):
-        """notices: a line for each table of which rows are changed or left out. sources: fingerprints of hub
-        data sets. block_tokens: a batch counts blocks of whole rows, each of at most so many tokens; None: it
-        counts rows."""
-        self.learned, self.evaluated, self.notices, self.sources = learned, evaluated, notices, sources
-        lengths = [len(each.tokens_T) for each in learned]
-        self._blocks = (
-            [[i] for i in range(len(learned))] if block_tokens is None else best_fit(lengths, block_tokens)
-        )
+    learned: list[Demonstration]
+    evaluated: list[Demonstration]
+    notices: list[str]
+    """A line for each table of which rows are changed or left out."""
+    sources: dict[str, str]
+    """Fingerprints of hub data sets."""
+    seed: int
+    block_tokens: int | None = None
+    """A batch counts blocks of whole rows, each of at most this many tokens; None: it counts rows."""
+
+    def __post_init__(self):
+        lengths, size = [len(each.tokens_T) for each in self.learned], self.block_tokens
+        self._blocks = [[i] for i in range(len(lengths))] if size is None else best_fit(lengths, size)
         self._order = functools.lru_cache(maxsize=1)(self._shuffled)
-        self._seed = seed
 
     @classmethod
     def read(
@@ -58,24 +54,21 @@ class SftRows:
         max_evaluated: int,
         seed: int,
     ) -> Self:
-        rows, own_rows = open_rows(tables_of(config))
-        tables = [rows] if own_rows is None else [rows, own_rows]
+        tables = [table for table in open_rows(tables_of(config)) if table is not None]
         for table in tables:
             check_columns(table.name, table.columns, config.text_column)
         read = [_demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config) for table in tables]
         made, notices = [each for each, _ in read], [notice for _, notice in read if notice is not None]
-        if own_rows is None:
+        if len(tables) == 1:
             count = min(int(len(made[0]) * config.eval_fraction), max_evaluated)
             made = [made[0][: len(made[0]) - count], made[0][len(made[0]) - count :]]
         learned, evaluated = made[0], made[1][:max_evaluated]
-        known = {each.tokens_T.tobytes() for each in evaluated}
+        name, known = tables[0].name, {each.tokens_T.tobytes() for each in evaluated}
         fresh = [each for each in learned if each.tokens_T.tobytes() not in known]
         if len(fresh) < len(learned):
-            notices.append(
-                f"{rows.name}: {len(learned) - len(fresh):,} rows are evaluation rows and left out"
-            )
+            notices.append(f"{name}: {len(learned) - len(fresh):,} rows are evaluation rows and left out")
         if not fresh:
-            raise UserError(f"no row is left to learn from: {'; '.join(notices) or f'{rows.name} has none'}")
+            raise UserError(f"no row is left to learn from: {'; '.join(notices) or f'{name} has none'}")
         sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
         block_tokens = config.max_length if config.packing else None
         return cls(fresh, evaluated, notices=notices, sources=sources, seed=seed, block_tokens=block_tokens)
@@ -112,7 +105,7 @@ class SftRows:
         return [each.group(len(self.learned) + i) for i, each in enumerate(self.evaluated)]
 
     def _shuffled(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(mix(self._seed, _SFT_EPOCH, epoch))
+        generator = torch.Generator().manual_seed(mix(self.seed, _SFT_EPOCH, epoch))
         return torch.randperm(len(self._blocks), generator=generator).tolist()
 
 

@@ -23,7 +23,7 @@ from qerl.tasks.scoring import name_of
 
 _INSTALLED = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
 _PACKAGE_FOLDERS = {"site-packages", "dist-packages"}  # also of another environment, by a .pth file
-_OWN = Path(__file__).parents[1]
+_QERL = Path(__file__).parents[1]
 _CONSTANTS = (str, bytes, int, float, bool, type(None))
 
 
@@ -108,7 +108,7 @@ class _SourceReader:
     def _read_module(self, scope: Mapping[str, Any]) -> None:
         """Collect the file of a module's globals, then the user's modules that it has imported."""
         path = Path(scope.get("__file__") or "").resolve()
-        if path in self.files or not path.is_file() or path.is_relative_to(_OWN):
+        if path in self.files or not path.is_file() or path.is_relative_to(_QERL):
             return
         self.files.append(path)
         for value in list(scope.values()):

@@ -25,7 +25,8 @@ def agree(a: str, b: str) -> bool:
 
     if any(isinstance(side, sympy.logic.boolalg.Boolean) for side in (first, second)):
         return False
-    infinite = [_infinity(side) for side in (first, second)]
+    infinities = sympy.oo, sympy.zoo, -sympy.oo
+    infinite = [str(side.doit()) if side.has(*infinities) else "" for side in (first, second)]
     if any(infinite):
         return infinite[0] == infinite[1]
     pairs = _pairs(first, second)
@@ -54,14 +55,6 @@ def _parse(text: str) -> Any:
     except Exception:  # the parser may raise anything for unexpected text
         return None
     return expression if hasattr(expression, "free_symbols") else None
-
-
-def _infinity(expression: Any) -> str:
-    import sympy
-
-    if not expression.has(sympy.oo, sympy.zoo, -sympy.oo):
-        return ""
-    return str(expression.doit())
 
 
 def _pairs(first: Any, second: Any) -> list[tuple[Any, Any]]:

@@ -35,29 +35,44 @@ class Task:
 
     def __init__(
         self,
-        renderers: list[Renderer],
+        config: TaskConfig,
+        tokenizer: PreTrainedTokenizerBase,
         *,
-        name: str,
-        num_rows: int,
-        held_out: list[Prompt],
-        num_dropped: int,
         seed: int,
         max_prompt_tokens: int,
-        draw: Callable[..., Prompt | None],
+        strict: bool = False,
     ):
-        """renderers: of the training rows and, if they have a table of their own, of the held-out rows.
-        draw: renders a training row, None for a bad one."""
-        self.name, self.renderers = name, renderers
-        tables = [each.rows for each in renderers]
+        """Open the data set. Rows whose prompt exceeds max_prompt_tokens are skipped, and so are bad rows
+        unless strict makes them an error."""
+        tables = [table for table in open_rows(config) if table is not None]
+        self.name = tables[0].name
+        self.renderers = [Renderer(config, each, tokenizer) for each in tables]
+        """Renderers of the training rows and, if they have a table of their own, of the held-out rows."""
         self.sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
         """Fingerprints of hub data sets by name."""
-        self.num_dropped = num_dropped
-        """Rows seen so far, held-out rows included, whose prompt is too long."""
+        for each in self.renderers:
+            check_rows(each, strict=strict)
+        draws = [each.prompt if strict else each.usable_prompt for each in self.renderers]
+        num_rows, limits = tables[0].num_rows, (config.num_held_out, max_prompt_tokens)
+        if len(tables) == 1:
+            self._held_out, self.num_dropped = _fitting(draws[0], reversed(range(num_rows)), 0, *limits)
+            self._held_out.reverse()
+            num_rows = self._held_out[0].index if self._held_out else num_rows
+        else:
+            order = range(tables[1].num_rows)
+            self._held_out, self.num_dropped = _fitting(draws[1], order, num_rows, *limits)
+        """num_dropped: rows seen so far, held-out rows included, whose prompt is too long."""
         self.num_repeated = 0
         """Training rows seen so far with the same prompt as a held-out row."""
-        self._renderer, self._draw = renderers[0], draw
-        self._num_rows, self._held_out = num_rows, held_out
-        self._held_out_texts = {prompt.text for prompt in held_out}
+        if num_rows == 0 or (len(tables) == 1 and len(self._held_out) < config.num_held_out):
+            raise UserError(
+                f"task.num_held_out is {config.num_held_out}: {self.name} has"
+                f" {quantity(tables[0].num_rows, 'row')} ({self.num_dropped} longer than"
+                f" {max_prompt_tokens} tokens, {len(self.renderers[0].faults)} unusable),"
+                " which leaves none to train on: lower task.num_held_out, or give more rows"
+            )
+        self._renderer, self._draw, self._num_rows = self.renderers[0], draws[0], num_rows
+        self._held_out_texts = {prompt.text for prompt in self._held_out}
         self._seed, self._max_tokens = seed, max_prompt_tokens
         self._is_usable: dict[int, bool] = {}
         self._iterators: dict[int, tuple[list[list[int]], Iterator[list[int]]]] = {}
@@ -132,47 +147,6 @@ class Task:
             self.num_repeated += is_short and is_repeated
             self._is_usable[row] = is_short and not is_repeated
         return self._is_usable[row]
-
-
-def build_task(
-    config: TaskConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    seed: int,
-    max_prompt_tokens: int,
-    strict: bool = False,
-) -> Task:
-    """Open the data set. Rows whose prompt exceeds max_prompt_tokens are skipped, and so are bad rows unless
-    strict makes them an error."""
-    rows, held_out_rows = open_rows(config)
-    renderers = [Renderer(config, each, tokenizer) for each in (rows, held_out_rows) if each is not None]
-    for each in renderers:
-        check_rows(each, strict=strict)
-    draws = [each.prompt if strict else each.usable_prompt for each in renderers]
-    num_rows, limits = rows.num_rows, (config.num_held_out, max_prompt_tokens)
-    if held_out_rows is None:
-        held_out, num_dropped = _fitting(draws[0], reversed(range(num_rows)), 0, *limits)
-        held_out.reverse()
-        num_rows = held_out[0].index if held_out else num_rows
-    else:
-        held_out, num_dropped = _fitting(draws[1], range(held_out_rows.num_rows), num_rows, *limits)
-    if num_rows == 0 or (held_out_rows is None and len(held_out) < config.num_held_out):
-        raise UserError(
-            f"task.num_held_out is {config.num_held_out}: {rows.name} has"
-            f" {quantity(rows.num_rows, 'row')} ({num_dropped} longer than"
-            f" {max_prompt_tokens} tokens, {len(renderers[0].faults)} unusable),"
-            " which leaves none to train on: lower task.num_held_out, or give more rows"
-        )
-    return Task(
-        renderers,
-        name=rows.name,
-        num_rows=num_rows,
-        held_out=held_out,
-        num_dropped=num_dropped,
-        seed=seed,
-        max_prompt_tokens=max_prompt_tokens,
-        draw=draws[0],
-    )
 
 
 def all_prompts(

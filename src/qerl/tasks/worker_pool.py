@@ -90,7 +90,7 @@ class WorkerPool:
         return jobs.wait()
 
     def begin(self, *, deadline_s: float) -> "Jobs":
-        """Return an empty batch of jobs. One that was not waited for is given up."""
+        """Return an empty batch of jobs. An earlier batch that was never waited for is cancelled."""
         processes = [self._forwarder, *(worker.keeper for worker in self._workers)]
         is_whole = len(self._workers) == self._num_workers and all(p.poll() is None for p in processes)
         if not is_whole or not all(w.item is None and w.channel.is_idle() for w in self._workers):

@@ -30,7 +30,9 @@ from typing import Any
 
 import torch
 
-MOST_PRINTED = 1 << 16
+from qerl.tasks.scoring import Failure
+
+MAX_PRINTED = 1 << 16
 """Bytes per second forwarded to stderr."""
 END_FORWARDING = signal.SIGUSR1
 MORE_TASKS = 2048
@@ -43,12 +45,8 @@ _WATCH_S = 0.5
 _CHILD_POLL_S = 0.02  # where the end of a child cannot be waited for beside other events
 
 
-class WorkerLost(Exception):
+class WorkerLost(Failure):
     """A job without outcome: `WorkerLost("died", "its process was killed by SIGSEGV")`."""
-
-    def __init__(self, cause: str, message: str):
-        super().__init__(cause, message)
-        self.cause, self.message = cause, message
 
 
 def lost(code: int) -> WorkerLost:
@@ -143,10 +141,10 @@ class Channel:
     """The pool's end of a worker's socket. Neither sending nor receiving waits for the worker for ever: its
     code may write to the socket itself, or stop the process."""
 
-    def __init__(self, own: socket.socket):
-        own.setblocking(False)
-        OWN_ENDS.add(own)
-        self.socket = own
+    def __init__(self, end: socket.socket):
+        end.setblocking(False)
+        OWN_ENDS.add(end)
+        self.socket = end
         self._received = bytearray()
 
     def send(self, message: Any, *, end_s: float) -> None:
@@ -204,12 +202,12 @@ def _packed(message: Any) -> bytes:
     return len(data).to_bytes(_HEADER_BYTES) + data
 
 
-def _poll(events: dict[int, int], timeout_s: float) -> None:
-    """Wait until one of the events of these file descriptors, or a hang-up, has happened."""
+def _poll(events: dict[int, int], timeout_s: float) -> bool:
+    """Wait for one of the events of these file descriptors, or a hang-up; return True if one has happened."""
     poller = select.poll()
     for descriptor, event in events.items():
         poller.register(descriptor, event)
-    poller.poll(1000 * timeout_s)
+    return bool(poller.poll(1000 * timeout_s))
 
 
 def forward_output(parent: int, output: int) -> None:
@@ -225,7 +223,7 @@ def forward_output(parent: int, output: int) -> None:
             text = os.read(output, 4096) if select.select([output], [], [], _WATCH_S)[0] else b""
             if time.monotonic() >= window_end:
                 _say_omitted(num_dropped)
-                window_end, left, num_dropped = time.monotonic() + 1.0, MOST_PRINTED, 0
+                window_end, left, num_dropped = time.monotonic() + 1.0, MAX_PRINTED, 0
             if text:
                 shown = text[:left] if _write_stderr(text[:left]) else b""
                 left -= len(shown)
@@ -264,7 +262,7 @@ def keep(pool: int, end: socket.socket, output: int, memory_bytes: int, work: Ca
     with contextlib.suppress(AttributeError, OSError):  # Linux from 5.3 on
         events[os.pidfd_open(worker.pid)] = select.POLLIN
         watch_s = _WATCH_S
-    while os.getppid() == pool and not _is_hung_up(end):
+    while os.getppid() == pool and not _poll({end.fileno(): 0}, 0):
         if worker.code is None and (code := worker.poll()) is not None:
             events = {end.fileno(): 0}
             with contextlib.suppress(OSError):
@@ -272,12 +270,6 @@ def keep(pool: int, end: socket.socket, output: int, memory_bytes: int, work: Ca
         _poll(events, watch_s)
     worker.kill()
     os.killpg(0, signal.SIGKILL)
-
-
-def _is_hung_up(end: socket.socket) -> bool:
-    poller = select.poll()
-    poller.register(end.fileno(), 0)
-    return bool(poller.poll(0))
 
 
 def _serve(
@@ -324,7 +316,7 @@ def num_tasks() -> int:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process map so many bytes more, by a soft limit, and be killed first if memory runs out."""
+    """Let this process map this many bytes more, by a soft limit, and be killed first if memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -46,11 +46,9 @@ class AsyncLogger:
         self._result: Mapping[str, Any] | None = None
         self._notices: deque[str] = deque()
         self._wake_event = threading.Event()
+        self.wake = self._wake_event.set
         self._thread = threading.Thread(target=self._run, name=f"logger {name}", daemon=True)
         self._thread.start()
-
-    def wake(self) -> None:
-        self._wake_event.set()
 
     def notices(self) -> list[str]:
         """Return the messages since the last call."""
@@ -59,7 +57,7 @@ class AsyncLogger:
     def end(self, result: Mapping[str, Any] | None) -> None:
         """Start to close: send the remaining steps, then the result of a complete run."""
         self._result, self._is_closing = result, True
-        self._wake_event.set()
+        self.wake()
 
     def join(self, timeout_s: float) -> None:
         """Wait at most timeout_s for end() to finish."""

@@ -3,7 +3,6 @@
 A folder that is open is still known after it was moved: its descriptor names it, its path may not.
 """
 
-import contextlib
 import fcntl
 import json
 import math
@@ -41,7 +40,7 @@ def write_atomic(path: Path, content: bytes) -> None:
         os.replace(part, path)
         sync_path(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):  # a disk that is read-only keeps it
+        with suppress(OSError):  # a disk that is read-only keeps it
             part.unlink(missing_ok=True)
         raise RunError(f"{path}: cannot be written ({error.strerror})") from error
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -67,10 +67,12 @@ class Journal:
         # A run that was removed while it ran has checkpoints alone.
         is_run = any((folder / name).exists() for name in ("run.json", ".lock"))
         is_run |= any((folder / "checkpoints").glob("step-*"))
-        found = [name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()]
-        lacks = f"has {' and '.join(found)}, which a run would write, but no run.json"
-        require(is_run or not found, f"{folder}: {lacks}; choose another folder with --out")
-        self._owns_files = not found
+        run_files = [
+            name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()
+        ]
+        lacks = f"has {' and '.join(run_files)}, which a run would write, but no run.json"
+        require(is_run or not run_files, f"{folder}: {lacks}; choose another folder with --out")
+        self._owns_files = not run_files
         try:
             self._made = make_folder(folder)
             self._lock = Lock(folder)
@@ -80,7 +82,8 @@ class Journal:
                 self._events = JsonLines(folder / "events.jsonl")
                 self._samples = SampleFiles(folder)
                 sync_path(folder)
-                self._place = OpenFolder(folder)
+                self._open_folder = OpenFolder(folder)
+                self.place = self._open_folder.place
                 unless_opened.pop_all()
         except OSError as error:
             raise UserError(f"cannot write a run to {folder}: {error.strerror}; set another --out") from None
@@ -99,8 +102,10 @@ class Journal:
         kind = PanelDisplay if is_panel else PlainDisplay
         self._display = kind(console, num_steps, str(folder))
         self._stopwatch = Stopwatch(self._display.phase)
+        self.span = self._stopwatch.span
+        """Times a phase between steps, such as a checkpoint; it is added to the step that follows."""
         self._carried: dict[str, float] = {}
-        # The threads that write checkpoints and that tell of a signal note too.
+        # The threads that write checkpoints and report signals append too.
         self._events_lock = threading.Lock()
 
     @property
@@ -113,7 +118,7 @@ class Journal:
         """Write run.json, with the hashes of rewards and files. Once a step is recorded, check that nothing
         but fields in `provenance.EXEMPT`, more steps and what the user accepts differs from it."""
         check_loggers(config.loggers)
-        self._samples.limit(config.samples)
+        self._samples.config = config.samples
         self._answer_column, self._logger_names = config.task.answer_column, config.loggers
         path, facts = self._folder / "run.json", finite(run_facts(config))
         self._config, self._facts = facts["config"], facts
@@ -144,14 +149,14 @@ class Journal:
     def resume(self, next_step: int) -> None:
         """Remove steps from next_step on, so that the files become those of an uninterrupted run."""
         was_further = self.last_saved > next_step
-        kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
+        remaining = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
         # dynamic sampling may have kept no group
-        kept["samples"].steps.update(r["step"] for r in records if r.get("trained_samples") == 0)
+        remaining["samples"].steps.update(r["step"] for r in records if r.get("trained_samples") == 0)
         self._display.restore(records)
         self._next_step = next_step
         self._record_changes(next_step)
-        for name, (steps, damaged, torn) in kept.items():
+        for name, (steps, damaged, torn) in remaining.items():
             if damaged := damaged + torn * (len(steps) < next_step):
                 self.notice(damage_notice(f"{name}.jsonl", damaged))
             if len(steps) < next_step:
@@ -171,7 +176,7 @@ class Journal:
             functools.reduce(dict.__getitem__, path, self._facts)[last] = now
             label, first = name.partition(".")[2], next_step + 1
             text = f"{label} was {shown(was)} and is {shown(now)} from step {first} on"
-            more = ": learning rate and sigma are then those of a run of so many steps"
+            more = ": learning rate and sigma are then those of a run of that many steps"
             if name.removeprefix("config.") in ROUNDING:
                 more = ": logprobs and gradients may be rounded otherwise"
             elif name != _NUM_STEPS:
@@ -202,10 +207,6 @@ class Journal:
         self.carry(record_s=time.perf_counter() - end)
         self._next_step = step + 1
 
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase between steps, such as a checkpoint; it is added to the step that follows."""
-        return self._stopwatch.span(name)
-
     def steps(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl."""
         return (record for record in self._metrics.read() if "step" in record)
@@ -215,10 +216,6 @@ class Journal:
         text = redact(text)
         self._note(text)
         self._display.notice(text)
-
-    def place(self) -> Path | None:
-        """Return where the run's folder is, which another program may move; None if it was removed."""
-        return self._place.place()
 
     def saved(self, next_step: int) -> None:
         """Record that a checkpoint of the state before this step is on the disk; in any thread."""
@@ -262,7 +259,7 @@ class Journal:
 
     def close(self) -> None:
         with ExitStack() as stack:  # all are closed even if one fails, the lock last
-            parts = self._place, self._metrics, self._samples, self._events, self._display
+            parts = self._open_folder, self._metrics, self._samples, self._events, self._display
             for part in (self._lock, *parts):
                 stack.callback(part.close)
             stack.callback(self._close_loggers)
@@ -295,7 +292,7 @@ class Journal:
         if "sampled_tokens" in metrics and metrics.get("rollout_s"):
             metrics.setdefault("tokens_per_s", metrics["sampled_tokens"] / metrics["rollout_s"])
         if self.place() == self._folder:
-            self._mend()
+            self._repair()
         if log.sample_records:
             self._samples.append(log.sample_records)
         self._metrics.append([{"step": log.step, **metrics}])
@@ -303,11 +300,11 @@ class Journal:
         newest = log.sample_records[-1]["text"] if log.sample_records else None
         self._display.finished(log.step, metrics, newest)
 
-    def _mend(self) -> None:
-        """Put right and report what another program did to the files since the last step."""
+    def _repair(self) -> None:
+        """Repair, and report, what another program did to the files since the last step."""
         with self._events_lock:
-            texts = [self._events.mend()]
-        for text in [*texts, *(file.mend() for file in (self._samples, self._metrics))]:
+            texts = [self._events.repair()]
+        for text in [*texts, *(file.repair() for file in (self._samples, self._metrics))]:
             if text is not None:
                 self.notice(text)
 
@@ -343,6 +340,7 @@ class NullJournal:
 
     def __init__(self):
         self._stopwatch = Stopwatch(lambda phase: None)
+        self.span = self._stopwatch.span
 
     def _ignore(self, *_: object, **__: object) -> None: ...
 
@@ -351,9 +349,6 @@ class NullJournal:
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
         yield StepLog(step, self._stopwatch, "answer")
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        return self._stopwatch.span(name)
 
     def steps(self) -> Iterator[dict[str, Any]]:
         return iter(())

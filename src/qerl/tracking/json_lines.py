@@ -4,7 +4,7 @@ line      {"step": 3, ..., "crc32": "0123abcd"}: strict JSON; a number that is n
 crc32     CRC-32 of the line's bytes before `, "crc32"`
 append    all lines in one write, then fsync: a kill leaves at most an incomplete last line
 cut       truncate the file at the first line of a step that is taken again
-mend      before a step is written: put the file back if another program has replaced or removed it
+repair    before a step is written: put the file back if another program has replaced or removed it
 """
 
 import itertools
@@ -23,7 +23,7 @@ _CHECKSUM = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}\r?\n?', re.DOTALL)
 _MAX_NAMED_LINES = 5
 
 
-class Kept(NamedTuple):
+class RemainingLines(NamedTuple):
     """Content of a file that was cut."""
 
     steps: set[int]
@@ -89,7 +89,7 @@ class JsonLines:
         """Yield the object of each line that is intact."""
         return read_lines(self._path)
 
-    def cut(self, next_step: int) -> Kept:
+    def cut(self, next_step: int) -> RemainingLines:
         """Remove what follows the last line of a step before next_step."""
         size = kept_bytes = 0
         later: int | None = None
@@ -114,7 +114,7 @@ class JsonLines:
                     steps.add(step)
         if kept_bytes < size:
             self._truncate(kept_bytes)
-        return Kept(steps, damaged, pending)
+        return RemainingLines(steps, damaged, pending)
 
     @property
     def num_bytes(self) -> int:
@@ -128,13 +128,13 @@ class JsonLines:
         self._open()
         self._observe()
 
-    def mend(self) -> str | None:
-        """Put right what another program did to the file since the last write, and return what it was."""
+    def repair(self) -> str | None:
+        """Repair what another program did to the file since the last write, and return what it was."""
         try:
-            found = _identity(os.stat(self._path))
-            if found == self._identity:
+            identity = _identity(os.stat(self._path))
+            if identity == self._identity:
                 return None
-            return self._examine() if found[:2] == self._identity[:2] else self._put_back(is_replaced=True)
+            return self._examine() if identity[:2] == self._identity[:2] else self._put_back(is_replaced=True)
         except FileNotFoundError:
             return self._put_back(is_replaced=False)
         except OSError as error:
@@ -153,12 +153,12 @@ class JsonLines:
     def _put_back(self, *, is_replaced: bool) -> str:
         """Write the run's own content, which the open file still has, in place of the other file."""
         self._file.seek(0)
-        own, aside = self._file.readall(), ""
-        if is_replaced and (other := self._path.read_bytes()) != own:
+        content, aside = self._file.readall(), ""
+        if is_replaced and (other := self._path.read_bytes()) != content:
             path = _unused(self._path.with_name(f"{self._path.name}.other"))
             write_synced(path, other)
             aside = f", and the other file is {path.name}"
-        self.replace(own)
+        self.replace(content)
         done = "replaced" if is_replaced else "removed"
         name = self._path.name
         return f"another program {done} {name} while the run wrote it: it is in place again{aside}"
@@ -193,8 +193,8 @@ class JsonLines:
         self._observe()
 
 
-def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _unused(path: Path) -> Path:

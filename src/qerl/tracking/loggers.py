@@ -33,15 +33,12 @@ class Logger(Protocol):
 
     def __init__(self, folder: Path, config: dict[str, Any], *, run_id: str | None, first_step: int):
         """Open the remote run, or a new one if run_id is None; first_step is the first step to send."""
-        ...
 
     def log(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
         """Send the finite metrics of a step, named metric/NAME or timing/NAME."""
-        ...
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
         """Send what is buffered, and the result of a complete run; None if the run may be resumed."""
-        ...
 
 
 class TensorBoardLogger:

@@ -8,10 +8,10 @@ import ipaddress
 from urllib.parse import urlsplit
 
 
-def names_this_machine(host_header: str, own: str = "localhost") -> bool:
+def names_this_machine(host_header: str, address: str = "localhost") -> bool:
     """True if the Host header is a loopback address, `localhost` or the address the server listens on."""
     try:
         name = urlsplit(f"//{host_header}").hostname or ""
-        return name in ("localhost", own) or ipaddress.ip_address(name).is_loopback
+        return name in ("localhost", address) or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False

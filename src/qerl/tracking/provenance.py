@@ -22,8 +22,7 @@ from qerl.errors import UserError, redact
 # loggers, how often it is saved, the number of processes, when it aborts and what it accepts.
 EXEMPT = {"out", "run_name", "loggers", "max_mismatch", "learn.max_nonfinite_updates", "accept_changes"}
 EXEMPT |= {"checkpoint.every", "checkpoint.keep", "task.reward_workers", "task.reward_memory_gb"}
-EXEMPT |= {"task.reward_overlap"}
-EXEMPT |= {"rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
+EXEMPT |= {"task.reward_overlap", "rank_timeout_s", "samples.keep_steps", "samples.keep_mb"}
 EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
 ROUNDING = {"learn.gradient_checkpointing", "learn.logprob_chunk_tokens", "learn.max_tokens_per_microbatch"}
 """Fields of the memory of learning: they change how logprobs and gradients are rounded, and are recorded."""
@@ -134,12 +133,14 @@ def check_sources(
     """Return {"sources.NAME": (old, new)} of the hashes that differ; raise UserError unless accepted."""
     names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
     if names and not accept_changes:
-        hashes = {name: f"({shown(old.get(name))}, now {shown(new.get(name))})" for name in names}
-        kinds = ["other" if name.startswith("rows ") else "another" for name in names]
-        told = [f"{kind} {name} {hashes[name]}" for kind, name in zip(kinds, names, strict=True)]
+        differing = [
+            f"{'other' if name.startswith('rows ') else 'another'} {name}"
+            f" ({shown(old.get(name))}, now {shown(new.get(name))})"
+            for name in names
+        ]
         raise UserError(
-            f"{path}: the run began with {', and '.join(told)}; --accept-changes resumes with the present"
-            " state, --out begins another run"
+            f"{path}: the run began with {', and '.join(differing)}; --accept-changes resumes with the"
+            " present state, --out begins another run"
         )
     return {f"sources.{name}": (old.get(name), new.get(name)) for name in names}
 

@@ -20,7 +20,7 @@ from qerl.config import SamplesConfig
 from qerl.config.regular_file import open_regular
 from qerl.errors import RunError
 from qerl.tracking.atomic_file import make_folder, sync_path, write_atomic
-from qerl.tracking.json_lines import JsonLines, Kept, decode
+from qerl.tracking.json_lines import JsonLines, RemainingLines, decode
 
 SEGMENT_BYTES = 16 << 20
 """samples.jsonl is compressed once it is this large: within 0.6 s on a CPU."""
@@ -73,11 +73,9 @@ class SampleFiles:
 
     def __init__(self, folder: Path):
         self._folder, self._path = folder, folder / "samples.jsonl"
-        self._lines, self._config = JsonLines(self._path), SamplesConfig()
+        self._lines, self.config = JsonLines(self._path), SamplesConfig()
+        self.repair, self.close = self._lines.repair, self._lines.close
         self._steps: set[int] = set()
-
-    def limit(self, config: SamplesConfig) -> None:
-        self._config = config
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Append the samples of one step; before that compress samples.jsonl if it is large enough."""
@@ -90,7 +88,7 @@ class SampleFiles:
         self._steps.add(records[0]["step"])
         self._lines.append(records)
 
-    def cut(self, next_step: int) -> Kept:
+    def cut(self, next_step: int) -> RemainingLines:
         """Remove the samples of steps from next_step on."""
         removed = [segment for segment in segments(self._folder) if segment.last >= next_step]
         if removed and removed[0].first < next_step:
@@ -107,17 +105,11 @@ class SampleFiles:
         for path, first, last in compressed:
             in_file = {_step(line) for line in _intact_lines(path)}
             steps |= set(range(first, last + 1)) if {first, last} <= in_file else in_file
-        has_limit = (self._config.keep_steps, self._config.keep_mb) != (None, None)
-        return Kept(steps | set(range(min(steps, default=0) if has_limit else 0)), damaged, torn)
-
-    def mend(self) -> str | None:
-        return self._lines.mend()
-
-    def close(self) -> None:
-        self._lines.close()
+        has_limit = (self.config.keep_steps, self.config.keep_mb) != (None, None)
+        return RemainingLines(steps | set(range(min(steps, default=0) if has_limit else 0)), damaged, torn)
 
     def _is_full(self) -> bool:
-        keep_steps, keep_mb = self._config.keep_steps, self._config.keep_mb
+        keep_steps, keep_mb = self.config.keep_steps, self.config.keep_mb
         limit_bytes = SEGMENT_BYTES if keep_mb is None else min(SEGMENT_BYTES, keep_mb * 10**6 // 4)
         is_long = keep_steps is not None and len(self._steps) >= keep_steps
         return bool(self._steps) and (is_long or self._lines.num_bytes >= limit_bytes)
@@ -133,7 +125,7 @@ class SampleFiles:
     def _remove_oldest(self) -> None:
         """Remove the oldest compressed files beyond the limits; at least the newest stays."""
         files = segments(self._folder)
-        keep_steps, keep_mb = self._config.keep_steps, self._config.keep_mb
+        keep_steps, keep_mb = self.config.keep_steps, self.config.keep_mb
         num_bytes = sum(segment.path.stat().st_size for segment in files)
         for segment in files[:-1]:
             is_old = keep_steps is not None and segment.last <= files[-1].last - keep_steps

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from qerl.types import Group
@@ -21,6 +21,7 @@ class Stopwatch:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
+        """Time a phase; spans of the same name in one step are added."""
         assert self._running is None, f"span {name} inside span {self._running}"
         self._running, begin = name, time.perf_counter()
         self._on_phase(name)
@@ -41,13 +42,9 @@ class StepLog:
     """Collects the metrics and samples of one step."""
 
     def __init__(self, step: int, stopwatch: Stopwatch, answer_column: str):
-        self.step, self._stopwatch, self._answer_column = step, stopwatch, answer_column
+        self.step, self.span, self._answer_column = step, stopwatch.span, answer_column
         self.metrics: dict[str, float] = {}
         self.sample_records: list[dict[str, Any]] = []
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase; spans of the same name in one step are added."""
-        return self._stopwatch.span(name)
 
     def add(self, **metrics: float) -> None:
         """Set metrics; a later value of the same key replaces the earlier one."""

@@ -8,6 +8,7 @@ rewards' names; `qerl eval FOLDER` imports them only where that file is, or with
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from qerl.config.cache import cache_folder
@@ -19,11 +20,9 @@ def remember_started(folder: Path, rewards: Sequence[str]) -> None:
     if not _named_code(rewards):
         return
     mark = _mark(folder, rewards)
-    try:
+    with suppress(OSError):  # a home that cannot be written must not stop a run; --trust remains
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    except OSError:  # a home that cannot be written must not stop a run; --trust remains
-        return
 
 
 def check_started(folder: Path, rewards: Sequence[str]) -> None:
@@ -43,5 +42,4 @@ def _named_code(rewards: Sequence[str]) -> list[str]:
 
 def _mark(folder: Path, rewards: Sequence[str]) -> Path:
     key = json.dumps([str(folder.resolve()), *rewards])
-    cache = cache_folder()
-    return cache / "started" / hashlib.sha256(key.encode()).hexdigest()
+    return cache_folder() / "started" / hashlib.sha256(key.encode()).hexdigest()

@@ -29,7 +29,7 @@ from qerl.models.packed_writer import write_packed
 from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups
 from qerl.models.quantize.gptq import requantize
 from qerl.models.quantize.quantization_check import check_quantization
-from qerl.tasks import Task, build_task
+from qerl.tasks import Task
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import GenerateRequest
@@ -77,7 +77,7 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     notice(f"model.calibrate {model.calibrate}: quantizing {model.path}, which takes minutes")
     tokenizer = load_tokenizer(model.path)
     max_prompt_tokens = architecture_of(checkpoint).max_positions - config.sample.max_tokens
-    task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
+    task = Task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
     groups = _sampled(config, checkpoint, tokenizer, task)
     rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=torch.device(model.device))
     decoder = _float_decoder(checkpoint, torch.float32, model.device, resident=False)

@@ -24,7 +24,7 @@ from qerl.models.policy_model import PolicyModel
 from qerl.models.quantize.quantization_check import TEXT, check_quantization
 from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.transformers_backend.backend import backend_of, max_positions_of
-from qerl.tasks import RewardPool, Task, build_task
+from qerl.tasks import RewardPool, Task
 from qerl.tasks.prompt import set_template_variables
 from qerl.training.backend_limits import check_backend
 from qerl.training.rollouts.teacher import teacher_checkpoint
@@ -43,7 +43,7 @@ def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     check_prompt_fits(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
     settings = {"seed": config.seed, "max_prompt_tokens": max_prompt_tokens, "strict": config.strict}
-    return tokenizer, build_task(config.task, tokenizer, **settings)
+    return tokenizer, Task(config.task, tokenizer, **settings)
 
 
 def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:

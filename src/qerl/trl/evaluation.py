@@ -9,7 +9,7 @@ from typing import Any
 
 from qerl.config import RunConfig
 from qerl.learner import checkpoint
-from qerl.tasks import RewardPool, build_task
+from qerl.tasks import RewardPool, Task
 from qerl.training.engines.multi_turn import with_environment
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP, sample_and_score, sampled_tokens
@@ -28,7 +28,7 @@ def evaluate(
     newest = checkpoint.find_latest(checkpoints)[0]
     with RewardPool(config.task, functions=functions) as pool:
         tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
-        task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
+        task = Task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
         sampler = load_trained_sampler(
             config, tokenizer, None if newest is None else checkpoints, _logger.warning
         )

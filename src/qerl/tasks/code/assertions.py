@@ -27,7 +27,9 @@ class Instrument(ast.NodeTransformer):
     def __init__(self, tree: ast.Module, names: Iterable[str]):
         """names: the program's, of which a function is no assertion, whatever its name."""
         self.num_places = 0
-        self._own = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)} | {*names}
+        self._function_names = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)} | {
+            *names
+        }
 
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)
@@ -54,7 +56,7 @@ class Instrument(ast.NodeTransformer):
         self.generic_visit(node)
         name = name_of(node.func)
         is_assertion = name.startswith("assert") or (name in _RAISING and len(node.args) > 1)
-        if name in self._own or not (is_assertion or name == "fail"):
+        if name in self._function_names or not (is_assertion or name == "fail"):
             return node
         self.num_places += is_assertion
         node.func = self._placed(ast.Call(ast.Name(CHECKED, ast.Load()), [node.func], []), node)
@@ -64,7 +66,7 @@ class Instrument(ast.NodeTransformer):
         for item in node.items:
             call = item.context_expr
             name = name_of(call.func) if isinstance(call, ast.Call) else ""
-            if name.startswith(("assert", *_RAISING)) and name not in self._own:
+            if name.startswith(("assert", *_RAISING)) and name not in self._function_names:
                 self.num_places += 1
                 item.context_expr = self._placed(ast.Call(ast.Name(CONTEXT, ast.Load()), [call], []), call)
             else:

@@ -8,7 +8,6 @@
 Each process has a session of its own, hence no controlling terminal.
 """
 
-import dataclasses
 import functools
 import os
 import platform
@@ -22,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qerl.tasks.code import syscalls
 from qerl.tasks.worker_process import num_tasks
@@ -39,8 +38,7 @@ _TO_CHANGE_USER = 1 << 0 | 1 << 6 | 1 << 7
 _BOX = "/sandbox"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """Place of one process. Box(command=[], folder="/tmp/qerl-code-x", cwd="/tmp/qerl-code-x", user=None)"""
 
     command: list[str]
@@ -52,8 +50,7 @@ class Box:
     """Whom root becomes."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Backend:
+class Backend(NamedTuple):
     confines: str
     required: tuple[str, ...]
     """Names of the parts that must be active."""
@@ -87,10 +84,7 @@ def confine_settings(backend: Backend, box: Box, *, cpu_s: int, memory_bytes: in
 def _readable() -> list[str]:
     """Return the interpreter's files: standard library, packages, shared libraries, time zones."""
     python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    python += [
-        *site.getsitepackages(),
-        *(f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix)),
-    ]
+    python += [*site.getsitepackages(), f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib"]
     system = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/nix/store", "/gnu/store"]
     system += ["/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom"]
     paths = sorted({os.path.normpath(path) for path in python + system if os.path.exists(path)})

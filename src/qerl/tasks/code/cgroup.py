@@ -75,17 +75,14 @@ def _own_group(proc: Path) -> Path:
     paths = [line.removeprefix("0::") for line in lines if line.startswith("0::")]
     for line in (proc / "mountinfo").read_text().splitlines():
         mount, _, kind = line.partition(" - ")
-        root, point = map(_unescape, mount.split()[3:5])
+        escaped = mount.split()[3:5]
+        root, point = (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path) for path in escaped)
         if paths and kind.split()[0] == "cgroup2":
             inside = os.path.relpath(paths[0], root)
             if ".." in [*paths[0].split("/"), *inside.split("/")]:
                 raise OSError(f"this process's group {paths[0]} is not below {point}")
             return Path(os.path.normpath(f"{point}/{inside}"))
     raise OSError("cgroup v2 is not mounted")
-
-
-def _unescape(path: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def _write(path: Path, text: str) -> None:

@@ -37,13 +37,6 @@ def _load(source: str, name: str) -> dict[str, Any]:
     return module.__dict__
 
 
-def _function(names: dict[str, Any], name: str) -> Any:
-    """Return a function of the program, or a method of its class Solution."""
-    if name in names:
-        return names[name]
-    return getattr(names["Solution"](), name)
-
-
 # The program's side of a test (mode serve).
 
 
@@ -92,27 +85,29 @@ class _Server:
             value = subject(*values[0], **values[1])
             if isinstance(value, types.GeneratorType | map | filter | zip | range):
                 value = list(value)
-            after = self._encode(list(values[0]), self._kept)
-            return {"value": self._encode(value, self._kept), "arguments": after}
+            after = self._encode(list(values[0]), self._reference)
+            return {"value": self._encode(value, self._reference), "arguments": after}
         actions = {"attribute": getattr, "item": operator.getitem, "equal": lambda a, b: bool(a == b)}
         actions |= {"set_attribute": setattr, "set_item": operator.setitem, "await": self._awaited}
         actions |= {kind.__name__: kind for kind in (len, list, str, repr, bool)}
         actions["is_instance"] = lambda kind, value: isinstance(value, kind)
-        return {"value": self._encode(actions[action](subject, *values), self._kept)}
+        return {"value": self._encode(actions[action](subject, *values), self._reference)}
 
     def _known(self, name: str, index: int) -> Any:
         return self._objects[index] if name == "remote" else functools.partial(self._call_back, index)
 
     def _call_back(self, index: int, *arguments: Any, **keywords: Any) -> Any:
         """Call a function of the test."""
-        self._send({"callback": index, "arguments": self._encode([list(arguments), keywords], self._kept)})
+        self._send(
+            {"callback": index, "arguments": self._encode([list(arguments), keywords], self._reference)}
+        )
         message = self._serve()
         if "raised" in message:
             kind = getattr(builtins, message["raised"], RuntimeError)
             raise kind("a function of the test has raised it")
         return self._decode(message["result"], self._known)
 
-    def _kept(self, value: Any) -> dict[str, int]:
+    def _reference(self, value: Any) -> dict[str, int]:
         index = self._indices.setdefault(id(value), len(self._objects))
         if index == len(self._objects):
             self._objects.append(value)
@@ -165,7 +160,8 @@ def main() -> None:
         os.close(result)
         _load(settings["source"], "__main__")
     elif mode == "call":
-        function = _function(_load(settings["source"], "sample"), settings["function"])
+        names, name = _load(settings["source"], "sample"), settings["function"]
+        function = names[name] if name in names else getattr(names["Solution"](), name)
         os.write(result, json.dumps(encode(function(*decode(settings["arguments"])))).encode())
     elif mode == "serve":
         os.close(result)

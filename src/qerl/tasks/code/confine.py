@@ -48,7 +48,10 @@ def confine(
     _limit(limits | {"RLIMIT_NPROC": limits["RLIMIT_NPROC"] + num_other_tasks})
     keeps_reading = False
     if user is not None:
-        _leave_root(user)
+        _prctl(_PR_SET_KEEPCAPS, 1)  # until _keep_capabilities
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
         # Python may be in /root; Landlock then limits what the capability to read any file is good for.
         is_readable = all(os.access(path, os.R_OK) for path in (folder, *reads))
         keeps_reading = not is_readable and (has_landlock or not required)
@@ -76,15 +79,8 @@ def _limit(limits: dict[str, int]) -> None:
         resource.setrlimit(kind, (soft, soft))
 
 
-def _leave_root(user: int) -> None:
-    _prctl(_PR_SET_KEEPCAPS, 1)  # until _keep_capabilities
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
-
-
-def _keep_capabilities(kept: int) -> None:
-    data = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
+def _keep_capabilities(bits: int) -> None:
+    data = struct.pack("=6I", bits, bits, 0, 0, 0, 0)
     _check_result(_LIBC.capset(struct.pack("=II", 0x20080522, 0), data), "capset")
 
 
@@ -132,8 +128,7 @@ def _prctl(option: int, value: int) -> None:
     _check_result(_LIBC.prctl(option, value, 0, 0, 0), f"prctl {option}")
 
 
-def _check_result(result: int, what: str) -> int:
+def _check_result(result: int, what: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
-    return result

@@ -86,10 +86,10 @@ def passes(program: str, case: test_cases.TestCase, limits: Limits, end: float) 
     return value is not None and _is_right(test_cases.is_correct_value, value[0], case.expected)
 
 
-def _is_right(compare: Callable[[Any, Any], bool], given: Any, expected: Any) -> bool:
+def _is_right(compare: Callable[[Any, Any], bool], answer: Any, expected: Any) -> bool:
     """Compare; whatever fails on what the program gave fails the program, or it could leave the sample
     without a reward."""
     try:
-        return compare(given, expected)
+        return compare(answer, expected)
     except Exception:
         return False

@@ -147,6 +147,11 @@ def _write_back(arguments: tuple[Any, ...], after: list[Any]) -> None:
             numpy.copyto(mine, theirs)
 
 
+def _asks(action: str) -> Any:
+    """Return the method of a RemoteValue that asks for this action."""
+    return lambda self, *arguments: self._qerl_ask(action, *arguments)
+
+
 class RemoteValue:
     """An object in the program's process. It equals no plain value and supports no arithmetic, because the
     program would decide the result."""
@@ -166,14 +171,8 @@ class RemoteValue:
             raise AttributeError(name)
         return self._qerl_ask("attribute", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._qerl_ask("set_attribute", name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._qerl_ask("item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._qerl_ask("set_item", key, value)
+    __setattr__, __getitem__, __setitem__ = _asks("set_attribute"), _asks("item"), _asks("set_item")
+    __len__, __str__, __repr__ = _asks("len"), _asks("str"), _asks("repr")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteValue) and self._qerl_ask("equal", other) is True
@@ -184,17 +183,8 @@ class RemoteValue:
     def __hash__(self) -> int:
         return hash(self._qerl_index)
 
-    def __len__(self) -> int:
-        return self._qerl_ask("len")
-
     def __iter__(self) -> Any:
         return iter(self._qerl_ask("list"))
-
-    def __str__(self) -> str:
-        return self._qerl_ask("str")
-
-    def __repr__(self) -> str:
-        return self._qerl_ask("repr")
 
     def __bool__(self) -> bool:
         return self._qerl_ask("bool") is True

@@ -28,6 +28,12 @@ from qerl.tasks.code.script import Script
 
 _CHILD = Path(backends.__file__).with_name("child.py")
 _RESULT_BYTES = 1000
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 class SandboxUnavailable(RuntimeError):
@@ -47,13 +53,6 @@ class Limits:
     """Group in which each process gets one of its own; None where that is not allowed."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ChildProcess:
-    popen: subprocess.Popen[bytes]
-    result: int
-    """Descriptor from which the parent reads the result."""
-
-
 def probe(limits: Limits) -> set[str]:
     """Run a program of one line and return which of landlock and seccomp are active. Raise SandboxUnavailable
     with the reason if the backend does not work."""
@@ -61,27 +60,27 @@ def probe(limits: Limits) -> set[str]:
         raise SandboxUnavailable(f"the sandbox needs Linux, this is {sys.platform}")
     order = {"source": "f = int", "function": "f", "arguments": []}
     try:
-        with _start_child("call", order, limits, stderr=subprocess.PIPE) as process:
-            output = _read({process.result: _RESULT_BYTES}, time.monotonic() + 60)
-            process.popen.kill()
-            errors = process.popen.communicate()[1].decode(errors="replace").strip()
+        with _start_child("call", order, limits, stderr=subprocess.PIPE) as (popen, result):
+            output = _read({result: _RESULT_BYTES}, time.monotonic() + 60)[result]
+            popen.kill()
+            errors = popen.communicate()[1].decode(errors="replace").strip()
     except OSError as error:  # no such command
         raise SandboxUnavailable(str(error)) from error
     try:
-        result = int(_check(output[process.result], math.inf)[:1])
+        active = int(_check(output, math.inf)[:1])
     except SandboxUnavailable as error:
         raise SandboxUnavailable(errors[-300:] or str(error)) from error
-    return {name for bit, name in ((1, "landlock"), (2, "seccomp")) if result & bit}
+    return {name for bit, name in ((1, "landlock"), (2, "seccomp")) if active & bit}
 
 
 def run_with_input(program: str, stdin: str, limits: Limits) -> str | None:
     end = time.monotonic() + limits.deadline_s
-    with _start_child("stdin", {"source": program}, limits, stdin=stdin) as process:
-        assert process.popen.stdout is not None
-        stdout = process.popen.stdout.fileno()
-        output = _read({stdout: limits.output_bytes, process.result: _RESULT_BYTES}, end)
-        _check(output[process.result], end)
-        if len(output[stdout]) > limits.output_bytes or _exit_code(process, end) != 0:
+    with _start_child("stdin", {"source": program}, limits, stdin=stdin) as (popen, result):
+        assert popen.stdout is not None
+        stdout = popen.stdout.fileno()
+        output = _read({stdout: limits.output_bytes, result: _RESULT_BYTES}, end)
+        _check(output[result], end)
+        if len(output[stdout]) > limits.output_bytes or _exit_code(popen, end) != 0:
             return None
         return output[stdout].decode(errors="replace")
 
@@ -90,8 +89,8 @@ def run_call(program: str, function: str, arguments: list[Any], limits: Limits) 
     """Return (value,), so that the value may be None, as `values.encode` makes it."""
     order = {"source": program, "function": function, "arguments": values.encode(arguments)}
     end = time.monotonic() + limits.deadline_s
-    with _start_child("call", order, limits) as process:
-        output = _check(_read({process.result: limits.output_bytes}, end)[process.result], end)
+    with _start_child("call", order, limits) as (_, result):
+        output = _check(_read({result: limits.output_bytes}, end)[result], end)
     try:
         return (json.loads(output[1:]),)
     except (ValueError, RecursionError, MemoryError):  # the program may write anything
@@ -104,16 +103,16 @@ def run_test(program: str, test: Script, limits: Limits) -> bool:
     sockets = socket.socketpair()
     deadline = time.monotonic() + limits.deadline_s
     with sockets[0], sockets[1], ExitStack() as stack:
-        server = stack.enter_context(_start_child("serve", {"source": program}, limits, link=sockets[0]))
+        _, server = stack.enter_context(_start_child("serve", {"source": program}, limits, link=sockets[0]))
         order = {"test": dataclasses.asdict(test)}
-        tester = stack.enter_context(_start_child("test", order, limits, link=sockets[1]))
+        _, tester = stack.enter_context(_start_child("test", order, limits, link=sockets[1]))
         for end in sockets:
             end.close()
-        output = _read({tester.result: _RESULT_BYTES, server.result: _RESULT_BYTES}, deadline)
-        outcome = _check(output[tester.result], deadline)[1:].decode(errors="replace")
+        output = _read(dict.fromkeys((tester, server), _RESULT_BYTES), deadline)
+        outcome = _check(output[tester], deadline)[1:].decode(errors="replace")
         if outcome.startswith("refused "):
             raise ValueError(f"the test gives the program a {outcome.removeprefix('refused ')} of its own")
-        return bool(_check(output[server.result], deadline)) and outcome == "passed"
+        return bool(_check(output[server], deadline)) and outcome == "passed"
 
 
 @contextmanager
@@ -125,7 +124,8 @@ def _start_child(
     stdin: str = "",
     link: socket.socket | None = None,
     stderr: int = subprocess.DEVNULL,
-) -> Iterator[_ChildProcess]:
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Yield the process and the descriptor from which its result is read; kill the process at the end."""
     with ExitStack() as stack:
         backend = backends.BACKENDS[limits.backend]
         box = stack.enter_context(backend.open_box(_CHILD))
@@ -147,22 +147,13 @@ def _start_child(
                 stderr=stderr,
                 pass_fds=passed,
                 cwd=box.cwd,
-                env=_environment(box.folder),
+                env=_ENVIRONMENT | {"HOME": box.folder, "TMPDIR": box.folder},
                 start_new_session=True,
             )
         finally:
             os.close(child_end)
         stack.callback(_kill, popen)
-        yield _ChildProcess(popen, result)
-
-
-def _environment(folder: str) -> dict[str, str]:
-    return dict.fromkeys(("HOME", "TMPDIR"), folder) | {
-        "PATH": "/usr/bin:/bin",
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+        yield popen, result
 
 
 @contextmanager
@@ -198,9 +189,9 @@ def _read(limits: dict[int, int], end: float) -> dict[int, bytes]:
     return {descriptor: bytes(text) for descriptor, text in output.items()}
 
 
-def _exit_code(process: _ChildProcess, end: float) -> int | None:
+def _exit_code(popen: subprocess.Popen[bytes], end: float) -> int | None:
     try:
-        return process.popen.wait(max(0.0, end - time.monotonic()))
+        return popen.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
 

@@ -5,7 +5,7 @@ So `sum` in `assert sum(f(2)) == 3` is Python's, whatever the program defines. I
 where the test names nothing else, it is the program's.
 
 A text that names nothing of the program, or of which no assertion would run, cannot say anything about a
-program: reading it raises ValueError, which is told when the run starts (row_checks.py).
+program: reading it raises ValueError, which row_checks.py reports when the run starts.
 """
 
 import ast
@@ -62,7 +62,8 @@ def read_script(text: str, entry_point: str | None = None) -> Script:
     candidate = (entry_point or "") if has_candidate else None
     names, imports = _sorted_out(free - {"candidate"}, called, entry_point)
     _refuse_missing(tree, imports)
-    if not names and not has_candidate and not _imports_solution(tree):
+    imports_solution = any("solution" in _modules(node) for node in ast.walk(tree))
+    if not names and not has_candidate and not imports_solution:
         names = _tested_builtin(free & called)
     instrument = assertions.Instrument(tree, names)
     for node in run:
@@ -149,10 +150,6 @@ def _tested_builtin(called: set[str]) -> set[str]:
     if not tested:
         raise ValueError("the test names nothing of the program")
     return tested
-
-
-def _imports_solution(tree: ast.Module) -> bool:
-    return any("solution" in _modules(node) for node in ast.walk(tree))
 
 
 def _modules(node: ast.AST) -> list[str]:

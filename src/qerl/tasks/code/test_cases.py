@@ -12,25 +12,22 @@ correct if it equals the expected one, with tuples as lists and floats within 1e
 equals the only item of an expected list is correct too.
 """
 
-import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from qerl.tasks.code.script import Script, read_script
 from qerl.tasks.code.values import decode
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InputCase:
+class InputCase(NamedTuple):
     """InputCase(stdin="2\\n", expected="4\\n")"""
 
     stdin: str
     expected: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallCase:
+class CallCase(NamedTuple):
     """CallCase(function="f", arguments=[2], expected=4)"""
 
     function: str
@@ -104,11 +101,8 @@ def _parse_json(value: Any) -> Any:
 
 
 def is_correct_output(printed: str, expected: str) -> bool:
-    return _words(printed) == _words(expected)
-
-
-def _words(text: str) -> list[list[str]]:
-    return [line.split() for line in text.strip().splitlines()]
+    words = [[line.split() for line in text.strip().splitlines()] for text in (printed, expected)]
+    return words[0] == words[1]
 
 
 def is_correct_value(value: Any, expected: Any) -> bool:

@@ -16,6 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 _BY_NAME = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_SCALARS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "int": (int, lambda value: hex(int(value)), lambda text: int(text, 16)),
+    "bytes": (bytes | bytearray, lambda value: value.hex(), bytes.fromhex),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "range": (
+        range,
+        lambda value: encode([value.start, value.stop, value.step]),
+        lambda r: range(*decode(r)),
+    ),
+}
+"""By name: the type, the content of a value, and the value of a content."""
 _AS_TEXT = ("decimal.Decimal", "fractions.Fraction", "datetime.date", "datetime.datetime", "datetime.time")
 _NUMBERS = re.compile(r"[<>|=][biufc]\d{1,2}")
 
@@ -28,8 +39,9 @@ def encode(value: Any, other: Callable[[Any], Any] = refuse) -> Any:
     """Return the value as JSON data; other(object) returns that of an object which is not plain data."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int):
-        return {"int": hex(int(value))}
+    for name, (kind, content, _) in _SCALARS.items():
+        if isinstance(value, kind):
+            return {name: content(value)}
     if isinstance(value, float):
         return float(value)
     if isinstance(value, str):
@@ -41,16 +53,10 @@ def encode(value: Any, other: Callable[[Any], Any] = refuse) -> Any:
             return {name: [encode(item, other) for item in list(value)]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, other), encode(item, other)] for key, item in dict(value).items()]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": value.hex()}
     return _encode_rare(value, other)
 
 
 def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, range):
-        return {"range": [encode(part) for part in (value.start, value.stop, value.step)]}
     if isinstance(value, type) and _builtin_type(value.__name__) is value:
         return {"type": value.__name__}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -81,18 +87,8 @@ def decode(value: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
         return _BY_NAME[name](decode(item, special) for item in content)
     if name == "dict":
         return {decode(key, special): decode(item, special) for key, item in content}
-    if name == "int":
-        return int(content, 16)
-    if name == "bytes":
-        return bytes.fromhex(content)
-    return _decode_rare(name, content, special)
-
-
-def _decode_rare(name: str, content: Any, special: Callable[[str, Any], Any] | None) -> Any:
-    if name == "complex":
-        return complex(*content)
-    if name == "range":
-        return range(*map(decode, content))
+    if name in _SCALARS:
+        return _SCALARS[name][2](content)
     if name == "type" and (kind := _builtin_type(content)) is not None:
         return kind
     if name in _AS_TEXT:

@@ -30,9 +30,8 @@ class LineReader:
 
     def __init__(self, path: Path, parse: Callable[[bytes], dict[str, Any] | None] = decode):
         self.path, self._parse = path, parse
-        self.num_restarts = self.end = self._num_lines = 0
-        self.damaged: list[int] = []
-        self._last_line = b""
+        self.num_restarts = self.end = 0
+        self._restart()
 
     def read_new(self) -> tuple[bool, list[tuple[int, dict[str, Any]]]]:
         """Return whether earlier lines are void, and (offset, JSON object) of each new line."""
@@ -62,7 +61,7 @@ class LineReader:
         had_lines = self.end > 0
         self.num_restarts += had_lines
         self.end = self._num_lines = 0
-        self.damaged = []
+        self.damaged: list[int] = []
         self._last_line = b""
         return had_lines
 

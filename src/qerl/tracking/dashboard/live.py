@@ -28,12 +28,9 @@ class LivePage:
     def page(self) -> bytes:
         with self._lock:
             parts, data = self._contents(self._refresh())
-        package = "qerl.tracking.dashboard"
-        style = page.asset("page.css") + page.asset("dashboard.css", package)
-        script = page.asset("page.js") + page.asset("dashboard.js", package)
+        style, script = (page.asset(f"dashboard.{kind}", "qerl.tracking.dashboard") for kind in ("css", "js"))
         runs = [follower.run() for follower in self._followers]
-        text = page.document(runs, parts, data, style=style, script=script, policy=POLICY)
-        return text.encode("utf-8", errors="backslashreplace")
+        return page.document(runs, parts, data, style=style, script=script, policy=POLICY)
 
     def now(self) -> bytes:
         with self._lock:

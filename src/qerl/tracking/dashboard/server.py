@@ -75,9 +75,6 @@ class DashboardHandler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        if not names_this_machine(self.headers.get("Host", "")):
-            self._send(403, "text/plain", b"the Host header must name this machine\n")
-            return
         try:
             answer = self._answer()
         except OSError as error:  # reading the run's files
@@ -85,6 +82,8 @@ class DashboardHandler(BaseHTTPRequestHandler):
         self._send(*answer)
 
     def _answer(self) -> tuple[int, str, bytes]:
+        if not names_this_machine(self.headers.get("Host", "")):
+            return 403, "text/plain", b"the Host header must name this machine\n"
         url, live = urlsplit(self.path), self.server.live
         if url.path == "/":
             return 200, "text/html", live.page()

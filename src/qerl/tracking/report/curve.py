@@ -151,7 +151,7 @@ def chart_data(series: Sequence[Series]) -> list[dict[str, Any]]:
     """Return the values that the page's script shows beside the pointer."""
     points = [[(x, rounded(y)) for x, y in downsampled(one.points)] for one in series]
     named = zip(series, points, strict=True)
-    return [{"label": one.label, "run": one.run_index, "points": own} for one, own in named]
+    return [{"label": one.label, "run": one.run_index, "points": values} for one, values in named]
 
 
 def rounded(value: float) -> float:

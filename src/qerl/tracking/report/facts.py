@@ -1,11 +1,15 @@
 """Say what the runs are, by their run.json: model, task, method, sizes, device and versions."""
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from qerl.tracking.provenance import flatten
 from qerl.tracking.report.read import RecordedRun
+
+_NAME = re.compile(r"\{([\w.]+)\}")
+_RATE = "learning rate {learn.learning_rate}"
 
 
 def facts_list(runs: Sequence[RecordedRun]) -> str:
@@ -34,81 +38,56 @@ def run_summary(facts: Mapping[str, Any]) -> dict[str, str]:
     config = facts.get("config")
     fields = flatten(config) if isinstance(config, dict) else {}
     known = {name: value for name, value in {**facts, **fields}.items() if value not in (None, "", [])}
-    sampler, adapter = known.get("model.sampler_format"), known.get("adapter.kind")
-    commit, changed = str(known.get("commit", ""))[:7], " with changes" if facts.get("is_dirty") else ""
+    if commit := str(known.pop("commit", ""))[:7]:
+        known["commit"] = commit + " with changes" * bool(facts.get("is_dirty"))
+    if adapter := known.get("adapter.kind"):
+        rank = known.get("adapter.rank")
+        known["tuning"] = f"LoRA rank {rank}" if adapter == "lora" else "full fine-tuning"
+    known["started"] = str(known.get("start_time", ""))[:16].replace("T", " ")
     summary = {
-        "Model": _joined(
-            known.get("model.path"),
-            known.get("model.format"),
-            sampler and f"sampler {sampler}",
-            f"LoRA rank {known.get('adapter.rank')}" if adapter == "lora" else adapter and "full fine-tuning",
-        ),
+        "Model": ("{model.path}", "{model.format}", "sampler {model.sampler_format}", "{tuning}"),
         **(_imitation(known) if known.get("sft.data") else _reinforcement(known)),
-        **({"Teacher": _teacher(known)} if known.get("distil.teacher") else {}),
-        "Device": _joined(known.get("device")),
-        "Versions": _joined(
-            *(_named(known, name + " {}", name) for name in ("qerl", "torch")),
-            commit and f"commit {commit}{changed}",
-        ),
-        "Started": _joined(str(known.get("start_time", ""))[:16].replace("T", " ")),
+        "Teacher": _teacher(known),
+        "Device": ("{device}",),
+        "Versions": ("qerl {qerl}", "torch {torch}", "commit {commit}"),
+        "Started": ("{started}",),
     }
-    return {label: text for label, text in summary.items() if text}
+    parts = {label: [_filled(part, known) for part in row] for label, row in summary.items()}
+    return {label: ", ".join(filter(None, texts)) for label, texts in parts.items() if any(texts)}
 
 
-def _reinforcement(known: Mapping[str, Any]) -> dict[str, str]:
-    noise = known.get("noise.schedule")
-    gym = known.get("task.gym") if known.get("task.name") == "reasoning-gym" else None
+def _reinforcement(known: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    is_gym = known.get("task.name") == "reasoning-gym" and "task.gym" in known
+    graded = "{noise.schedule} noise {noise.sigma_start} to {noise.sigma_end}"
+    noises = {"none": "no noise", "constant": "constant noise {noise.sigma_start}"}
+    noise = noises.get(str(known.get("noise.schedule")), graded)
     return {
-        "Task": _joined(
-            known.get("task.name") if gym is None else f"reasoning-gym {gym}",
-            _named(known, "rewards {}", "task.rewards"),
-        ),
-        "Method": _joined(
-            _named(known, "{} loss", "algo.loss_type"),
-            _named(known, "{} advantage", "algo.advantage"),
-            "no noise"
-            if noise == "none"
-            else _named(known, "{} noise {} to {}", "noise.schedule", "noise.sigma_start", "noise.sigma_end")
-            if noise != "constant"
-            else _named(known, "constant noise {}", "noise.sigma_start"),
-        ),
-        "Step": _step(known, "{} prompts x {} samples", "num_prompts", "num_generations"),
+        "Task": ("{task.name} {task.gym}" if is_gym else "{task.name}", "rewards {task.rewards}"),
+        "Method": ("{algo.loss_type} loss", "{algo.advantage} advantage", noise),
+        "Step": ("{num_prompts} prompts x {num_generations} samples", _RATE),
     }
 
 
-def _imitation(known: Mapping[str, Any]) -> dict[str, str]:
+def _imitation(known: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     learns = "what the assistant says" if known.get("sft.assistant_only_loss") else "every token"
-    return {
-        "Task": _joined(known["sft.data"]),
-        "Method": _joined("supervised fine-tuning", f"loss on {learns}"),
-        "Step": _step(known, "{} rows", "num_prompts"),
-    }
+    method = "supervised fine-tuning", f"loss on {learns}"
+    return {"Task": ("{sft.data}",), "Method": method, "Step": ("{num_prompts} rows", _RATE)}
 
 
-def _step(known: Mapping[str, Any], template: str, *names: str) -> str:
-    rate = _named(known, "learning rate {}", "learn.learning_rate")
-    return _joined(_named(known, template, *names), rate)
+def _teacher(known: Mapping[str, Any]) -> tuple[str, ...]:
+    if not known.get("distil.teacher"):
+        return ()
+    loss = "{distil.loss} over its {distil.top_k} most likely tokens"
+    loss = "policy_gradient" if known.get("distil.loss") == "policy_gradient" else loss
+    return "{distil.teacher}", "{distil.format}", loss
 
 
-def _teacher(known: Mapping[str, Any]) -> str:
-    loss = known.get("distil.loss")
-    return _joined(
-        known["distil.teacher"],
-        known.get("distil.format"),
-        _named(known, "{} over its {} most likely tokens", "distil.loss", "distil.top_k")
-        if loss != "policy_gradient"
-        else loss,
-    )
+def _filled(template: str, known: Mapping[str, Any]) -> str:
+    """Fill in the values of {names}; return "" if one of them is not known."""
+    if not known.keys() >= set(_NAME.findall(template)):
+        return ""
+    return _NAME.sub(lambda match: _text(known[match[1]]), template)
 
 
-def _named(known: Mapping[str, Any], template: str, *names: str) -> str:
-    """Fill in the values; "" if one of them is not known."""
-    values = [known.get(name) for name in names]
-    texts = [
-        ", ".join(map(str, value)) if isinstance(value, list | tuple) else f"{value}" for value in values
-    ]
-    return "" if None in values else template.format(*texts)
-
-
-def _joined(*parts: Any) -> str:
-    return ", ".join(str(part) for part in parts if part)
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -31,16 +31,12 @@ def write_report(folders: list[Path], out: Path) -> None:
     runs = [read_run(folder, name, max_samples=share) for folder, name in zip(folders, names, strict=True)]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, html(runs).encode("utf-8", errors="backslashreplace"))
+        parts, data = contents(runs, [{"groups": run.groups} for run in runs])
+        write_atomic(out, document(runs, parts, data))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror})") from None
     except RunError as error:
         raise UserError(str(error)) from None
-
-
-def html(runs: Sequence[RecordedRun]) -> str:
-    parts, data = contents(runs, [{"groups": run.groups} for run in runs])
-    return document(runs, parts, data, style=asset("page.css"), script=asset("page.js"))
 
 
 def contents(
@@ -67,7 +63,7 @@ def contents(
     return parts, {
         "charts": chart_data + phase_data + other_data,
         "ticks": section.ticks(timelines),
-        "runs": [timeline | own for timeline, own in zip(timelines, samples, strict=True)],
+        "runs": [timeline | groups for timeline, groups in zip(timelines, samples, strict=True)],
     }
 
 
@@ -76,11 +72,12 @@ def document(
     parts: dict[str, str],
     data: Any,
     *,
-    style: str,
-    script: str,
+    style: str = "",
+    script: str = "",
     policy: str = "",
-) -> str:
-    """Return the page; `policy` extends its content security policy."""
+) -> bytes:
+    """Return the page; `style`, `script` and `policy` are added to its own."""
+    style, script = asset("page.css") + style, asset("page.js") + script
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sources = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     values = parts | {
@@ -94,7 +91,8 @@ def document(
     # One pass over the template: inserted text is never expanded again.
     head, *rest = asset("page.html").split("{{")
     pieces = [(values[name], text) for name, _, text in (piece.partition("}}") for piece in rest)]
-    return head + "".join(part + text for part, text in pieces)
+    text = head + "".join(part + text for part, text in pieces)
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def script_json(data: Any) -> str:

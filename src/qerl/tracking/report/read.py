@@ -188,9 +188,9 @@ def _groups(folder: Path, notices: list[str], max_samples: int) -> tuple[list[di
 def read_groups(places: Sequence[Place]) -> list[dict[str, Any]]:
     """Return the groups of the samples whose lines start at these places."""
     groups: dict[tuple[int, Any], dict[str, Any]] = {}
-    for path, own in itertools.groupby(places, key=operator.itemgetter(0)):
+    for path, in_file in itertools.groupby(places, key=operator.itemgetter(0)):
         with contextlib.suppress(*DAMAGE), open_samples(path) as file:
-            for _, offset in own:
+            for _, offset in in_file:
                 file.seek(offset)
                 record = decode(file.readline(MAX_LINE_BYTES))
                 if record is not None and has_step(record):  # a resumed run may have truncated the file
