@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from qerl.bench.case import make_case
 from qerl.bench.decode import random_prompts
 from qerl.bench.options import BenchRolloutOptions
 from qerl.bench.schedule import Lengths
@@ -105,7 +106,7 @@ def bench_vllm_rollout(options: VllmRolloutOptions) -> None:
 
 def lengths_of(options: VllmRolloutOptions) -> list[int]:
     """Return the lengths that `qerl bench rollout` has by the same seed."""
-    return Lengths.asked_by(options, "log-normal").of(options.num_samples)
+    return make_case(Lengths, options, kind="log-normal").of(options.num_samples)
 
 
 def _generate_s(vllm: Any, llm: Any, options: VllmRolloutOptions, lengths_S: list[int]) -> float:

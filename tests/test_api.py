@@ -183,7 +183,7 @@ def test_load_refuses_in_one_line(model, given, message):
         ),
         (
             lambda p: p.learner(num_steps=1, algo=AlgoConfig(dynamic_sampling=True)),
-            "algo.dynamic_sampling is the loop's own matter",
+            "algo.dynamic_sampling is for qerl.train only",
         ),
     ],
 )

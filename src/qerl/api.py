@@ -122,7 +122,7 @@ class Policy:
         notice: Notice,
     ):
         self.config = config
-        """Settings of model, adapter, sampling, engine and seed; the other ones mean nothing here."""
+        """Settings of model, adapter, sampling, engine and seed; other fields have no effect here."""
         self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self._decoder, self._engine, self._notice = decoder, engine, notice
         engine.expect(max_prompt_tokens + config.sample.max_tokens)
@@ -146,8 +146,8 @@ class Policy:
         except BadRow as fault:
             raise UserError(f"prompt {index}: {fault}") from fault
         text, tokens_T = render_chat(self.tokenizer, turns)
-        length, most = len(tokens_T), self.max_prompt_tokens
-        require(0 < length <= most, f"prompt {index} has {length} tokens, max_prompt_tokens is {most}")
+        length, limit = len(tokens_T), self.max_prompt_tokens
+        require(0 < length <= limit, f"prompt {index} has {length} tokens, max_prompt_tokens is {limit}")
         return Prompt(index=index, text=text, tokens_T=tokens_T, messages=turns, columns=columns)
 
     def generate(
@@ -203,7 +203,7 @@ class Policy:
         """
         for name, value in (("dynamic_sampling", False), ("branching", "none"), ("overlong", "keep")):
             is_default = getattr(algo, name) == value
-            require(is_default, f"algo.{name} is the loop's own matter: leave it at {value}")
+            require(is_default, f"algo.{name} is for qerl.train only: leave it at {value}")
         config = dataclasses.replace(
             self.config,
             num_steps=num_steps,

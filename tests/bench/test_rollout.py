@@ -75,10 +75,10 @@ def test_rows_caches_and_prompts_of_each_step():
 
 def test_the_floor_is_the_sum_over_the_steps():
     limit, shape = LIMITS["NVIDIA H200"], SHAPES["qwen2.5-7b"]
-    kinds = {"rows": 8, "group_size": 2, "prompt_tokens": 256}
+    case = dataclasses.replace(CASE, prompt_tokens=256)
     steps = [(3, 3 + 512), (2, 4 + 512), (1, 3 + 256)]
-    by_hand_ms = sum(rows_floor_ms(limit, shape, CASE, *step) for step in steps)
-    assert rollout_floor_s(limit, shape, CASE, [3, 2, 1, 4], **kinds) == pytest.approx(by_hand_ms / 1e3)
+    by_hand_ms = sum(rows_floor_ms(limit, shape, case, *step) for step in steps)
+    assert rollout_floor_s(limit, shape, case, [3, 2, 1, 4], rows=8) == pytest.approx(by_hand_ms / 1e3)
 
 
 def test_the_tail_is_the_time_with_fewer_unfinished():

@@ -31,7 +31,7 @@ SAMPLERS = {"flash-fp8": "fp8-flow", "flash-int8": "int8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingCase:
-    """Settings of a row that all benchmarks of sampling have."""
+    """The settings that rows of all benchmarks of sampling have."""
 
     shape: str
     provider: str
@@ -53,10 +53,10 @@ class DecodeCase(SamplingCase):
     noise_sigma: float
 
 
-def make_case(kind: type[C], options: Any, **own: Any) -> C:
-    """Return a case with these fields; the others come from the options of the same name."""
+def make_case(kind: type[C], options: Any, /, **fields: Any) -> C:
+    """Return a case, or another dataclass, with these fields; all others come from the options."""
     names: list[str] = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: own[name] if name in own else getattr(options, name) for name in names})
+    return kind(**{name: fields[name] if name in fields else getattr(options, name) for name in names})
 
 
 def try_random_decoder(
@@ -73,7 +73,7 @@ def try_random_decoder(
 
 
 def would_hold_operands(decoder: Decoder, config: RunConfig, prompt_tokens: int) -> bool:
-    """Return whether a training run would hold the unpacked operands of all layers through an update."""
+    """True if a training run would hold the unpacked operands of all layers through an update."""
     if decoder.device.type == "cpu":
         return False
     usable_bytes = plan.usable_bytes(decoder.device)

@@ -15,16 +15,12 @@ tokens, batch / group_size of them with group_size samples each. Samples have no
 which one stops early raises RunError.
 """
 
-import contextlib
 import dataclasses
-import gc
 import random
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from qerl.algo.seeds import mix
 from qerl.aqn.norm_noise import noised
@@ -71,13 +67,12 @@ def bench(options: BenchDecodeOptions) -> None:
             decoder = random_decoder(
                 architecture, format=format, rank=rank or None, device=device, seed=0, head=head
             )
-            torch.cuda.synchronize()
+            Meter(device).wait()
             made_s = time.perf_counter() - start_s
             for case in _cases(options, provider, rank):
                 rows.add(make_row(case, measure_case(case, decoder, made_s, options.runs), rows.origin))
             del decoder
-            gc.collect()
-            torch.cuda.empty_cache()
+            Meter(device).clear()
 
 
 def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) -> dict[str, Any]:
@@ -89,7 +84,8 @@ def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) 
     engine = endless_engine(decoder, max_num_seqs=case.batch, kv=case.kv, kernels=case.kernels)
     vocab_size = decoder.architecture.vocab_size
     prompts_P = random_prompts(case.batch // case.group_size, case.prompt_tokens, vocab_size)
-    with _noise(decoder, case.noise_sigma):
+    with noised(decoder.noise_table, sigma=case.noise_sigma, unit="absolute", seed=0, step=0) as num_norms:
+        assert bool(num_norms) == (case.noise_sigma > 0)
         _generate(engine, case, prompts_P, max_tokens=_FIRST_TOKENS, step=0)
         ready_s += time.perf_counter() - start_s
         engine.wait_compiled()  # kernels that this batch does not launch
@@ -118,7 +114,7 @@ def endless_engine(decoder: Decoder, *, max_num_seqs: int, kv: str, kernels: str
 
 
 def compile_figures(engine: Engine) -> dict[str, float]:
-    """Return the seconds of compiling kernels ahead and their number; 0 with PyTorch's operations."""
+    """Return the seconds of compiling kernels ahead and their number, or zeros with PyTorch's operations."""
     report = engine.compile_report()
     compile_s, count = (0.0, 0) if report is None else (report.compile_s, report.num_compiled)
     return {"compile_s": round(compile_s, 2), "num_compiled": count}
@@ -144,15 +140,8 @@ def step_ms(stats: Stats) -> float:
 def _cases(options: BenchDecodeOptions, provider: str, rank: int) -> Iterator[DecodeCase]:
     for batch in options.batches:
         for sigma in options.noise_sigmas:
-            own = {"provider": provider, "lora_rank": rank, "batch": batch, "noise_sigma": sigma}
-            yield make_case(DecodeCase, options, **own)
-
-
-@contextlib.contextmanager
-def _noise(decoder: Decoder, sigma: float) -> Iterator[None]:
-    with noised(decoder.noise_table, sigma=sigma, unit="absolute", seed=0, step=0) as num_norms:
-        assert bool(num_norms) == (sigma > 0)
-        yield
+            fields = {"provider": provider, "lora_rank": rank, "batch": batch, "noise_sigma": sigma}
+            yield make_case(DecodeCase, options, **fields)
 
 
 def _generate(engine: Engine, case: DecodeCase, prompts_P: list[Prompt], max_tokens: int, step: int) -> Stats:

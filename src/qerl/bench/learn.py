@@ -40,13 +40,11 @@ from qerl.models.random_weights import shape
 from qerl.types import Group, Sample
 
 _ROLLOUT = BenchRolloutOptions()  # its defaults are the rollout of --num-samples
-LENGTHS = Lengths.asked_by(_ROLLOUT, _ROLLOUT.lengths)
+LENGTHS = make_case(Lengths, _ROLLOUT, kind=_ROLLOUT.lengths)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LearnCase:
-    """Settings of a row."""
-
     shape: str
     provider: str
     lora_rank: int
@@ -210,12 +208,11 @@ def make_row(
 
 
 def _cases(options: BenchLearnOptions, provider: str) -> Iterator[LearnCase]:
-    own: dict[str, Any] = {}
+    fields: dict[str, Any] = {"provider": provider}
     if options.num_samples:
-        own = {"tokens": rollout_rows(options.num_samples), "sequence_tokens": LENGTHS.max_tokens}
+        fields |= {"tokens": rollout_rows(options.num_samples), "sequence_tokens": LENGTHS.max_tokens}
         sizes = options.micro_tokens
     else:
         sizes = tuple(options.tokens // count for count in options.micro_batches)
-    own["provider"] = provider
     for recompute, micro_tokens in itertools.product(options.recomputes, sizes):
-        yield make_case(LearnCase, options, recompute=recompute, micro_tokens=micro_tokens, **own)
+        yield make_case(LearnCase, options, recompute=recompute, micro_tokens=micro_tokens, **fields)

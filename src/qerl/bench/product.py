@@ -15,9 +15,9 @@ _WEIGHT_BYTES = 4e8
 """Bytes of all copies of a weight: at least four times the L2 cache of any GPU."""
 
 
-def timed_batches(most_tokens: int) -> tuple[int, ...]:
+def timed_batches(max_tokens: int) -> tuple[int, ...]:
     """Return the batches at which a choice of tiles is timed; one serves all of up to TOKEN_BOUNDS[0]."""
-    return (8, most_tokens) if most_tokens == TOKEN_BOUNDS[0] else (most_tokens,)
+    return (8, max_tokens) if max_tokens == TOKEN_BOUNDS[0] else (max_tokens,)
 
 
 class Product:
@@ -46,7 +46,7 @@ class Product:
     ) -> float:
         """Return the median time of a launch for M tokens, in a CUDA graph of launches with other weights.
 
-        gives_hidden: the adapter's u is made before, else by the product.
+        gives_hidden: the adapter's hidden values are computed before, else by the product.
         """
         times = graph_times(self.work(kernels, M, gives_hidden=gives_hidden), runs)
         return 1e3 * times.ms / len(self._copies)

@@ -16,11 +16,8 @@ Figures but the first call's are medians of the later calls. Every sample has a 
 """
 
 import dataclasses
-import gc
 import statistics
 from typing import Any
-
-import torch
 
 from qerl.bench.case import FORMATS, SamplingCase, make_case
 from qerl.bench.decode import endless_engine, random_prompts
@@ -40,8 +37,6 @@ _TAILS = (8, 16, 32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutCase(SamplingCase):
-    """Settings of a row."""
-
     num_samples: int
     rows: int
     lengths: str
@@ -51,7 +46,7 @@ class RolloutCase(SamplingCase):
 
     @property
     def lengths_S(self) -> list[int]:
-        return Lengths.asked_by(self, self.lengths).of(self.num_samples)
+        return make_case(Lengths, self, kind=self.lengths).of(self.num_samples)
 
 
 def bench(options: BenchRolloutOptions) -> None:
@@ -59,18 +54,13 @@ def bench(options: BenchRolloutOptions) -> None:
     architecture, device, rows = shape(options.shape), cuda_device(), row_writer(options)
     for provider in options.providers:
         case = make_case(RolloutCase, options, provider=provider)
+        format, rank = FORMATS[provider], case.lora_rank or None
         decoder = random_decoder(
-            architecture,
-            format=FORMATS[provider],
-            rank=case.lora_rank or None,
-            device=device,
-            seed=0,
-            head=case.head,
+            architecture, format=format, rank=rank, device=device, seed=0, head=case.head
         )
         rows.add(make_row(case, measure_case(case, decoder, options.runs), rows.origin))
         del decoder
-        gc.collect()
-        torch.cuda.empty_cache()
+        Meter(device).clear()
 
 
 def measure_case(case: RolloutCase, decoder: Decoder, runs: int) -> dict[str, Any]:
@@ -128,15 +118,7 @@ def _generate(engine: Engine, case: RolloutCase, prompts_P: list[Prompt], step: 
 def make_row(case: RolloutCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
     limit, floor = LIMITS.get(origin.gpu), {"floor_s": None, "floor_fraction": None, "floor_head": None}
     if limit is not None:
-        floor_s = rollout_floor_s(
-            limit,
-            shape(case.shape),
-            case,
-            case.lengths_S,
-            rows=case.rows,
-            group_size=case.group_size,
-            prompt_tokens=case.prompt_tokens,
-        )
+        floor_s = rollout_floor_s(limit, shape(case.shape), case, case.lengths_S, case.rows)
         fraction = round(floor_s / figures["call_s"], 4)
         floor = {"floor_s": round(floor_s, 4), "floor_fraction": fraction, "floor_head": case.head}
     return {"bench": "rollout"} | dataclasses.asdict(case) | figures | floor

@@ -13,7 +13,6 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from qerl.algo.seeds import mix
 from qerl.bench.case import SamplingCase
@@ -30,17 +29,6 @@ class Lengths:
     sigma: float
     max_tokens: int
     seed: int
-
-    @classmethod
-    def asked_by(cls, options: Any, kind: str) -> "Lengths":
-        """Return those of a benchmark's options, or of a row's case, which have the other fields."""
-        return cls(
-            kind=kind,
-            median_tokens=options.median_tokens,
-            sigma=options.sigma,
-            max_tokens=options.max_tokens,
-            seed=options.seed,
-        )
 
     def of(self, num_samples: int) -> list[int]:
         """Return the length of each sample, in tokens; those of fewer samples are the first of more."""
@@ -84,20 +72,12 @@ def live_rows(lengths_S: Sequence[int], rows: int, group_size: int) -> list[tupl
 
 
 def rollout_floor_s(
-    limit: Limit,
-    a: Architecture,
-    case: SamplingCase,
-    lengths_S: Sequence[int],
-    *,
-    rows: int,
-    group_size: int,
-    prompt_tokens: int,
+    limit: Limit, a: Architecture, case: SamplingCase, lengths_S: Sequence[int], rows: int
 ) -> float:
-    """Return the least time of all decode steps, in seconds."""
-    steps = live_rows(lengths_S, rows, group_size)
+    """Return the least time of all decode steps with this many rows, in seconds."""
     each_ms = (
-        rows_floor_ms(limit, a, case, num_rows, tokens + prompts * prompt_tokens)
-        for num_rows, tokens, prompts in steps
+        rows_floor_ms(limit, a, case, num_rows, tokens + prompts * case.prompt_tokens)
+        for num_rows, tokens, prompts in live_rows(lengths_S, rows, case.group_size)
     )
     return sum(each_ms) / 1e3
 

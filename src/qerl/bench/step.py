@@ -48,8 +48,6 @@ from qerl.types import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepCase(SamplingCase):
-    """Settings of a row."""
-
     bench: str
     batch: int
     recompute: str
@@ -119,8 +117,8 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
         each.append(_step(config, sampler, learner, prompts_P, step, meter))
         meter.say(f"{case.bench} {case.shape} {case.provider} batch {case.batch} step {step}: {each[-1]}")
     names, counted = ("step_s", "rollout_s", "learn_s"), each[1:]
-    times = {name: statistics.median(measured[name] for measured in counted) for name in names}
-    peaks_gb = [measured["peak_gb"] for measured in each]
+    times = {name: statistics.median(figures[name] for figures in counted) for name in names}
+    peaks_gb = [figures["peak_gb"] for figures in each]
     return {
         **{name: round(time_s, 4) for name, time_s in times.items()},
         "tok_per_s": round(case.batch * case.max_tokens / times["step_s"], 1),
@@ -130,7 +128,7 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
         "growth_gb": round(peaks_gb[-1] - peaks_gb[1], 2),
         **(_planned(case, config, decoder, max(peaks_gb)) if case.bench == "memory" else {}),
         **compile_figures(engine),
-        "reserved_gb": max(measured["reserved_gb"] for measured in each),
+        "reserved_gb": max(figures["reserved_gb"] for figures in each),
         "used_micro_tokens": each[-1]["used_micro_tokens"],
         "holds_operands": learner.holds_operands,
         "kernels": engine.kernels,
@@ -141,8 +139,8 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
 
 
 def _resolved(case: StepCase, decoder: Decoder) -> StepCase:
-    """Return the case with recompute auto replaced by what a run would choose; with the cap, or else with all
-    of this GPU's memory. A CPU is taken to have enough."""
+    """Return the case with recompute auto replaced by what a run would choose, with the capped memory or all
+    of this GPU's. A CPU is assumed to have enough."""
     gpu_bytes = math.inf if case.cap_gb is None else case.cap_gb * 1e9 + plan.CONTEXT_BYTES
     if decoder.device.type == "cuda":
         gpu_bytes = min(gpu_bytes, plan.usable_bytes(decoder.device))
@@ -153,7 +151,7 @@ def _resolved(case: StepCase, decoder: Decoder) -> StepCase:
 
 
 def _planned(case: StepCase, config: RunConfig, decoder: Decoder, peak_gb: float) -> dict[str, float]:
-    """Return the peak that is planned, and how much more was measured as a share of it."""
+    """Return the planned peak, and the relative error of the plan."""
     parts = plan.memory_parts(decoder.architecture, config, case.prompt_tokens)
     plan_gb = (plan.peak_bytes(parts) - plan.CONTEXT_BYTES) / 1e9
     if case.cap_gb is not None:
@@ -223,5 +221,5 @@ def run_config(case: StepCase, num_ranks: int = 1) -> RunConfig:
 
 def cases(bench: str, options: BenchStepOptions, provider: str) -> Iterator[StepCase]:
     for batch in options.batches:
-        own = {"provider": provider, "batch": batch, "exact_mode": options.exact}
-        yield make_case(StepCase, options, bench=bench, **own)
+        fields = {"bench": bench, "provider": provider, "batch": batch, "exact_mode": options.exact}
+        yield make_case(StepCase, options, **fields)

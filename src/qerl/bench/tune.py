@@ -36,11 +36,11 @@ def bench(options: BenchTuneOptions) -> None:
     if best_kernels(device) == "torch":
         raise UserError(_NOT_HERE)
     groups = {(g.out_width, g.in_width): g for name in options.shapes for g in layer_spec(shape(name)).groups}
-    batches = tuple(most for most in TOKEN_BOUNDS if most <= max(options.max_batch, TOKEN_BOUNDS[0]))
+    batches = tuple(batch for batch in TOKEN_BOUNDS if batch <= max(options.max_batch, TOKEN_BOUNDS[0]))
     tuner = _Tuner(device, options.lora_rank, options.runs)
     tuner.compile(list(groups.values()), batches)
-    found = [each for group in groups.values() for each in tuner.fastest(group, batches)]
-    _write(found, read_origin(allow_dirty=True))
+    choices = [each for group in groups.values() for each in tuner.fastest(group, batches)]
+    _write(choices, read_origin(allow_dirty=True))
     print(f"took {time.perf_counter() - start_s:.0f} s")
 
 
@@ -48,16 +48,16 @@ class _Tuner:
     def __init__(self, device: torch.device, rank: int, runs: int):
         self._device, self._rank, self._runs = device, rank, runs
         self._card = architecture_of(device)
-        self._tile: PortableTile | None = None
-        self._kernels = PortableProduct(device, lambda M, N, K: self._present())
+        self._tile: PortableTile
+        self._kernels = PortableProduct(device, lambda M, N, K: self._tile)
 
     def compile(self, groups: list[LinearGroupSpec], batches: tuple[int, ...]) -> None:
         variants = [
             tile.variant(self._rank, int(group.name == "gate_up"))
             for group in groups
-            for most in batches
-            for choice in candidates(most, group.in_width, self._card)
-            for M in timed_batches(most)
+            for batch in batches
+            for choice in candidates(batch, group.in_width, self._card)
+            for M in timed_batches(batch)
             if (tile := choice.tile(M, group.in_width, self._card)) is not None
         ]
         report = compile_ahead(variants, self._device)
@@ -65,44 +65,42 @@ class _Tuner:
 
     def fastest(self, group: LinearGroupSpec, batches: tuple[int, ...]) -> list[MeasuredChoice]:
         """Return the fastest choice for each batch, and print it."""
-        product, found = Product(group, self._rank, self._device), []
-        for most in batches:
+        product, fastest = Product(group, self._rank, self._device), []
+        for batch in batches:
             each = [
                 MeasuredChoice(
                     N=group.out_width,
                     K=group.in_width,
-                    most_tokens=most,
-                    us=self._time_us(product, choice, most),
+                    most_tokens=batch,
+                    us=self._time_us(product, choice, batch),
                     choice=choice,
                 )
-                for choice in candidates(most, group.in_width, self._card)
+                for choice in candidates(batch, group.in_width, self._card)
             ]
-            found.append(min(each, key=lambda each: each.us))
+            fastest.append(min(each, key=lambda each: each.us))
             size = f"{group.out_width} x {group.in_width}"
-            print(f"{group.name} {size}, up to {most} tokens: {found[-1].us} us", flush=True)
+            print(f"{group.name} {size}, up to {batch} tokens: {fastest[-1].us} us", flush=True)
         del product
         torch.cuda.empty_cache()
-        return found
+        return fastest
 
-    def _time_us(self, product: Product, choice: PortableChoice, most: int) -> float:
+    def _time_us(self, product: Product, choice: PortableChoice, batch: int) -> float:
         """Return the time of a launch; of up to 32 tokens the geometric mean of two batches."""
         each_us = []
-        for M in timed_batches(most):
-            self._tile = choice.tile(M, product.gemm.in_width, self._card)
+        for M in timed_batches(batch):
+            tile = choice.tile(M, product.gemm.in_width, self._card)
+            assert tile is not None
+            self._tile = tile
             each_us.append(product.launch_us(self._kernels, M, self._runs, gives_hidden=True))
         return round(math.prod(each_us) ** (1 / len(each_us)), 2)
 
-    def _present(self) -> PortableTile:
-        assert self._tile is not None
-        return self._tile
 
-
-def _write(found: list[MeasuredChoice], origin: Origin) -> None:
+def _write(choices: list[MeasuredChoice], origin: Origin) -> None:
     file = user_file()
     old = file.read_text() if file.exists() else None
     facts = {"gpu": origin.gpu, "commit": origin.commit or "", "torch": origin.torch, "driver": origin.driver}
     facts |= {"date": datetime.now(UTC).date().isoformat()}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(merged(old, facts, found))
+    file.write_text(merged(old, facts, choices))
     print(f"written to {file}. To let others use it, send this entry to the project in an issue:")
-    print(merged(None, facts, found), end="")
+    print(merged(None, facts, choices), end="")

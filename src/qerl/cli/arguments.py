@@ -34,12 +34,12 @@ def parse_options(
     """Return the options; print help, with the description, and exit if --help is among the arguments.
     Raise UserError with one line, made of what tyro says, for a mistake."""
     check_options(kind, arguments)
-    given: dict[str, Any] = {} if default is None else {"default": default}
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             prog = f"{program} {command}"
-            options = tyro.cli(kind, **given, args=arguments, prog=prog, description=description)
+            options = tyro.cli(kind, **defaults, args=arguments, prog=prog, description=description)
     except SystemExit as stop:
         if stop.code == 2:
             raise UserError(_one_line(said.getvalue())) from None
@@ -61,8 +61,8 @@ def _one_line(box: str) -> str:
     text = re.sub(_NO_NUMBER_OR_NONE, lambda m: f"{m[1]} must be {kinds[m[2]]} or None, got {m[3]}", text)
     if missing := re.fullmatch(_MISSING, text):
         each = re.findall(r"(\S+) (.*?)\.? \(required\)", missing[2])
-        told = [f"{name} ({what[:1].lower()}{what[1:]})" for name, what in each]
-        text = f"{missing[1].removeprefix('qerl ')} needs {' and '.join(told)}"
+        needed = [f"{name} ({what[:1].lower()}{what[1:]})" for name, what in each]
+        text = f"{missing[1].removeprefix('qerl ')} needs {' and '.join(needed)}"
     return text + "; --help lists the options"
 
 
@@ -73,8 +73,17 @@ def split_names(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def wants_help(arguments: list[str]) -> bool:
-    """True if help is asked for before any name is given."""
+    """True if the command has no argument before --help."""
     return arguments[:1] in (["-h"], ["--help"])
+
+
+def names_or_help(
+    kind: type, arguments: list[str], usage: str, description: str | None
+) -> tuple[list[str], list[str]]:
+    """Return the arguments before the first option, and the rest; print help and exit if it comes first."""
+    if wants_help(arguments):
+        parse_options(kind, arguments, usage, description=description)
+    return split_names(arguments)
 
 
 def announce(text: str, file: TextIO) -> None:
@@ -99,8 +108,8 @@ def _is_first_rank() -> bool:
 
 
 def expand(arguments: Iterable[str], short: dict[str, str]) -> list[str]:
-    """Return the arguments with the options that short ones stand for: --task=FILE -> --task.name=FILE.
-    Of an option given again the last value counts; both spellings and a second --reward raise UserError."""
+    """Return the arguments with long options in place of short ones: --task=FILE -> --task.name=FILE.
+    The last value of a repeated option counts; both spellings and a second --reward raise UserError."""
     parts = [argument.partition("=") for argument in arguments]
     names = [name for name, _, _ in parts]
     for name, long in short.items():
@@ -119,7 +128,7 @@ def check_known(name: str, known: Iterable[str], kind: str) -> str:
 
 
 def check_recipe(name: str, known: Iterable[str], command: str) -> str:
-    """Return the name; raise UserError if it is no recipe, with the option that takes a file of rows."""
+    """Return the name; raise UserError if it is no recipe. For a file of rows the error names --task."""
     if name not in known and name.endswith((".jsonl", ".json", ".parquet", ".csv")):
         raise UserError(f"{name} is a file, not a recipe; to use its rows: qerl {command} --task {name}")
     return check_known(name, known, "recipe")
@@ -127,13 +136,11 @@ def check_recipe(name: str, known: Iterable[str], command: str) -> str:
 
 def task_label(options: list[str]) -> str:
     """Return "--task FILE" with the file that the options name."""
-    pairs = zip(options, [*options[1:], ""], strict=True)
-    named = (
-        value if equals else following
-        for (name, equals, value), following in ((each.partition("="), after) for each, after in pairs)
-        if name == "--task.name"
-    )
-    return f"--task {next(named, 'FILE')}"
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        name, equals, value = option.partition("=")
+        if name == "--task.name":
+            return f"--task {value if equals else following}"
+    return "--task FILE"
 
 
 def check_options(kind: type, arguments: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from qerl.cli.arguments import announce, expand, parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, expand, names_or_help, parse_options
 from qerl.cli.train import SHORT, read_recipe
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
@@ -40,37 +40,35 @@ class CheckOptions:
 
 
 def run(arguments: list[str]) -> None:
-    if wants_help(arguments):
-        parse_options(CheckOptions, arguments, "check [RECIPE]", description=DESCRIPTION)
-    names, fields = split_names(arguments)
+    names, fields = names_or_help(CheckOptions, arguments, "check [RECIPE]", DESCRIPTION)
     options = expand(fields, SHORT)
-    given = {option.partition("=")[0] for option in options}
+    set_options = {option.partition("=")[0] for option in options}
     parts, name, default = list(_MACHINE), "this machine", RunConfig()
-    if names or "--task.name" in given:
+    if names or "--task.name" in set_options:
         name, default, options = read_recipe(arguments, "check")
         parts += _RUN
-    elif "--model.path" in given:
+    elif "--model.path" in set_options:
         name = "this machine and a model"
         parts += _MODEL
-    asked = parse_options(CheckOptions, options, f"check {name}", CheckOptions(run=default), DESCRIPTION)
-    if asked.speed and "model" not in parts:
+    checked = parse_options(CheckOptions, options, f"check {name}", CheckOptions(run=default), DESCRIPTION)
+    if checked.speed and "model" not in parts:
         raise UserError("check --speed needs a recipe or --model MODEL")
-    announce(f"check {name}", sys.stderr if asked.json else sys.stdout)
-    _check(asked, [*parts, *["speed"] * asked.speed])
+    announce(f"check {name}", sys.stderr if checked.json else sys.stdout)
+    _check(checked, [*parts, *["speed"] * checked.speed])
 
 
-def _check(asked: CheckOptions, parts: list[str]) -> None:
+def _check(options: CheckOptions, parts: list[str]) -> None:
     """Print the findings; raise RunError with the first one that is broken."""
     from qerl.training.preflight import Preflight  # imports torch and transformers, which takes seconds
 
     findings = []
     with contextlib.ExitStack() as pool:
-        for each in Preflight(asked.run, pool).findings(parts):
+        for each in Preflight(options.run, pool).findings(parts):
             findings.append(each)
-            if not asked.json:
+            if not options.json:
                 print(f"{each.status:8}{each.part:10}{each.text}", flush=True)
     broken = [each for each in findings if each.status == "broken"]
-    if asked.json:
+    if options.json:
         print(json.dumps({"ok": not broken, "findings": list(map(dataclasses.asdict, findings))}))
     if broken:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""

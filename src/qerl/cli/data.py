@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from qerl.cli.arguments import announce, parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, names_or_help, parse_options
 from qerl.config import SftConfig, TaskConfig
 from qerl.config.check import check_not_negative, check_positive
-from qerl.config.recipes import RECIPES, own
+from qerl.config.recipes import RECIPES, plain
 from qerl.errors import UserError, quantity
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class DataOptions:
     json: bool = False
     """Print one JSON object instead of lines."""
 
-    task: TaskConfig = own().task
+    task: TaskConfig = plain().task
 
     def __post_init__(self):
         check_positive(self, "max_tokens")
@@ -58,9 +58,7 @@ class DataOptions:
 
 
 def run(arguments: list[str]) -> None:
-    if wants_help(arguments):
-        parse_options(DataOptions, arguments, "data ROWS", description=DESCRIPTION)
-    names, arguments = split_names(arguments)
+    names, arguments = names_or_help(DataOptions, arguments, "data ROWS", DESCRIPTION)
     if len(names) != 1:
         raise UserError("data needs one file of rows or hub id: qerl data rows.jsonl")
     if names[0] in RECIPES and not Path(names[0]).exists():

@@ -15,7 +15,7 @@ from qerl.cli.arguments import (
 from qerl.cli.train import SHORT, take_init_adapter, take_option
 from qerl.config import NoiseConfig, RunConfig
 from qerl.config.distil import DistilConfig
-from qerl.config.recipes import RECIPES, own
+from qerl.config.recipes import RECIPES, plain
 from qerl.errors import UserError
 
 USAGE = f"""\
@@ -56,11 +56,11 @@ def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:
     if teacher is None:
         raise UserError("distil needs --teacher: an adapter, a run, a model or the URL of an endpoint")
     names, options = split_names(arguments)
-    given = {option.partition("=")[0] for option in options}
-    if len(names) > 1 or (not names and "--task.name" not in given):
+    set_options = {option.partition("=")[0] for option in options}
+    if len(names) > 1 or (not names and "--task.name" not in set_options):
         raise UserError("distil needs a recipe or your own prompts: qerl distil RECIPE, or --task FILE")
-    recipe = RECIPES[check_recipe(names[0], RECIPES, "distil")]() if names else own()
-    has_reward = bool(names) or "--task.rewards" in given
+    recipe = RECIPES[check_recipe(names[0], RECIPES, "distil")]() if names else plain()
+    has_reward = bool(names) or "--task.rewards" in set_options
     config = dataclasses.replace(
         recipe,
         out="runs/distil",

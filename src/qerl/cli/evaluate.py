@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from qerl.cli.arguments import announce, expand, parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, expand, names_or_help, parse_options
 from qerl.config import ModelConfig, RunConfig, TaskConfig
 from qerl.config.options import EvalOptions
 from qerl.config.stored import read_run_config
@@ -27,19 +27,17 @@ SHORT = {"--answer-column": "--task.answer-column", "--reward": "--task.rewards"
 
 
 def run(arguments: list[str]) -> None:
-    if wants_help(arguments):
-        usage = "eval MODEL_OR_RUN [BENCHMARK | FILE ...]"
-        parse_options(EvalOptions, arguments, usage, description=DESCRIPTION)
-    names, arguments = split_names(arguments)
+    usage = "eval MODEL_OR_RUN [BENCHMARK | FILE ...]"
+    names, arguments = names_or_help(EvalOptions, arguments, usage, DESCRIPTION)
     if not names:
         raise UserError("eval needs a model or the folder of a run: qerl eval MODEL_OR_RUN [BENCHMARK ...]")
     arguments = expand(arguments, SHORT)
     source, files = names[0], [name for name in names[1:] if is_rows_file(name)]
     benchmarks = parse_benchmarks(name for name in names[1:] if name not in files)
-    given = [long for long in SHORT.values() if any(a.partition("=")[0] == long for a in arguments)]
+    task_options = [long for long in SHORT.values() if any(a.partition("=")[0] == long for a in arguments)]
     require(
-        not (benchmarks and not files and given),
-        f"eval: {' and '.join(given)} is for a file of your own; a named benchmark has its own",
+        not (benchmarks and not files and task_options),
+        f"eval: {' and '.join(task_options)} is for a file of your own; a named benchmark has its own",
     )
     config = read_run_config(source)
     if config is not None:  # a folder from elsewhere must not lower this machine's guard
@@ -52,22 +50,22 @@ def run(arguments: list[str]) -> None:
     reads_own_task = bool(files) or not benchmarks
     has_agent = config is not None and config.agent.function is not None
     require(
-        not (has_agent and reads_own_task and "--task.rewards" not in given),
+        not (has_agent and reads_own_task and "--task.rewards" not in task_options),
         f"eval: the rewards of {source} are its agent's, which eval does not run; the run's held-out figures"
         " are in its evaluations.json. Name a benchmark, or a FILE with --reward",
     )
-    if config is not None and reads_own_task and not options.trust and "--task.rewards" not in given:
+    if config is not None and reads_own_task and not options.trust and "--task.rewards" not in task_options:
         from qerl.tracking.trust import check_started
 
         check_started(Path(source), config.task.rewards)
     sets = " ".join(names[1:]) or options.task.name
-    own = own_tasks(files, options)
+    file_tasks = own_tasks(files, options)
     announce(f"eval {source}: {sets}", sys.stderr)
     from rich.console import Console
 
     from qerl.eval.run import run_benchmarks
 
-    for result in run_benchmarks(source, config, options, benchmarks, own, Console(stderr=True)):
+    for result in run_benchmarks(source, config, options, benchmarks, file_tasks, Console(stderr=True)):
         print(json.dumps(result))
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from qerl.cli.arguments import announce, parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, names_or_help, parse_options
 from qerl.config import ModelConfig
 from qerl.config.options import GenerateOptions
 from qerl.config.stored import read_run_config
@@ -14,9 +14,9 @@ Answer PROMPT, or the text on stdin; without either, start a chat in the termina
 
 
 def run(arguments: list[str]) -> None:
-    if wants_help(arguments):
-        parse_options(GenerateOptions, arguments, "generate MODEL_OR_RUN [PROMPT]", description=DESCRIPTION)
-    names, arguments = split_names(arguments)
+    names, arguments = names_or_help(
+        GenerateOptions, arguments, "generate MODEL_OR_RUN [PROMPT]", DESCRIPTION
+    )
     if not 1 <= len(names) <= 2:
         raise UserError(
             "generate needs a model or the folder of a run, and at most one prompt, in quotes:"

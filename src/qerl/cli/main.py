@@ -4,27 +4,12 @@ A UserError prints one line and exits with code 2; a RunError prints one line an
 `--debug` anywhere shows the traceback.
 """
 
+import importlib
 import importlib.metadata
 import os
 import sys
 from types import ModuleType
 
-from qerl.cli import (
-    bench,
-    check,
-    data,
-    distil,
-    evaluate,
-    export,
-    generate,
-    plan,
-    quantize,
-    report,
-    serve,
-    sft,
-    train,
-    watch,
-)
 from qerl.cli.arguments import check_known
 from qerl.errors import RunError, UserError, check_platform, redact
 
@@ -45,22 +30,10 @@ examples:
 
 Run 'qerl COMMAND --help' for a command's arguments and options.
 Add --debug to any command to show the traceback of an error; qerl --version prints the version."""
-COMMANDS: dict[str, ModuleType] = {
-    "train": train,
-    "sft": sft,
-    "distil": distil,
-    "check": check,
-    "data": data,
-    "eval": evaluate,
-    "generate": generate,
-    "serve": serve,
-    "plan": plan,
-    "quantize": quantize,
-    "export": export,
-    "report": report,
-    "watch": watch,
-    "bench": bench,
-}
+COMMANDS = (
+    *("train", "sft", "distil", "check", "data", "eval", "generate", "serve", "plan", "quantize", "export"),
+    *("report", "watch", "bench"),
+)
 
 
 def main() -> None:
@@ -86,8 +59,12 @@ def command(arguments: list[str]) -> None:
         return
     check_platform()
     if name in ("-h", "--help"):
-        first = {name: (module.__doc__ or "").partition("\n")[0] for name, module in COMMANDS.items()}
+        first = {name: (_module(name).__doc__ or "").partition("\n")[0] for name in COMMANDS}
         lines = [f"  {name:10}{line.rstrip('.')}" for name, line in first.items()]
         print(USAGE.format(commands="\n".join(lines)))
         return
-    COMMANDS[check_known(name, COMMANDS, "command")].run(rest)
+    _module(check_known(name, COMMANDS, "command")).run(rest)
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"qerl.cli.{'evaluate' if command == 'eval' else command}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from qerl.cli.arguments import announce, parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, names_or_help, parse_options
 from qerl.config import RunConfig
 from qerl.config.check import check_positive
 from qerl.config.recipes import RECIPES
@@ -41,17 +41,15 @@ class PlanOptions:
 
     def __post_init__(self):
         check_positive(self, "gpu_gb", "prompt_tokens", "mean_tokens")
-        most = self.run.sample.max_tokens
+        limit = self.run.sample.max_tokens
         require(
-            self.mean_tokens is None or self.mean_tokens <= most,
-            f"mean_tokens must not exceed sample.max_tokens ({most}), got {self.mean_tokens}",
+            self.mean_tokens is None or self.mean_tokens <= limit,
+            f"mean_tokens must not exceed sample.max_tokens ({limit}), got {self.mean_tokens}",
         )
 
 
 def run(arguments: list[str]) -> None:
-    if wants_help(arguments):
-        parse_options(PlanOptions, arguments, "plan MODEL", description=DESCRIPTION)
-    names, arguments = split_names(arguments)
+    names, arguments = names_or_help(PlanOptions, arguments, "plan MODEL", DESCRIPTION)
     if len(names) != 1:
         example = "qerl plan qwen2.5-7b --gpu rtx-4090, or --gpu-gb GB"
         raise UserError(f"plan needs one model, shape or recipe: {example}")
@@ -62,7 +60,7 @@ def run(arguments: list[str]) -> None:
     from qerl.learner.plan.shapes import check_name
 
     model = options.run.model.path if names[0] in RECIPES else names[0]
-    check_name(model)  # so that a wrong one is told before a missing GPU
+    check_name(model)  # before the GPU: a wrong name is the first error
     gpu, gpu_gb = _gpu(options)
     lengths = {"prompt_tokens": options.prompt_tokens, "mean_tokens": options.mean_tokens}
     text, fits = format_plan(model, options.run, gpu=gpu, gpu_gb=gpu_gb, **lengths)

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-from qerl.cli.arguments import announce, parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, names_or_help, parse_options
 from qerl.config import ModelConfig
 from qerl.config.options import ServeOptions
 from qerl.config.stored import read_run_config
@@ -11,9 +11,7 @@ from qerl.errors import UserError
 
 
 def run(arguments: list[str]) -> None:
-    if wants_help(arguments):
-        parse_options(ServeOptions, arguments, "serve MODEL_OR_RUN", description=__doc__)
-    names, arguments = split_names(arguments)
+    names, arguments = names_or_help(ServeOptions, arguments, "serve MODEL_OR_RUN", __doc__)
     if len(names) != 1:
         raise UserError("serve needs one model or the folder of one run: qerl serve MODEL_OR_RUN")
     source, config = names[0], read_run_config(names[0])

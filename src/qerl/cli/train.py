@@ -15,7 +15,7 @@ from qerl.cli.arguments import (
     wants_help,
 )
 from qerl.config import AdapterConfig, RunConfig
-from qerl.config.recipes import METHODS, PAPER, RECIPES, own
+from qerl.config.recipes import METHODS, PAPER, RECIPES, plain
 from qerl.config.task import is_environment_name
 from qerl.errors import UserError, quantity
 
@@ -109,7 +109,7 @@ def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunCo
     names, options = split_names(arguments)
     has_task = any(argument.partition("=")[0] == "--task.name" for argument in options)
     if not names and has_task:
-        return task_label(options), own, options
+        return task_label(options), plain, options
     if len(names) > 1:
         raise UserError(f"{command} takes one recipe, got {' '.join(names)}; an option begins with --")
     if not names:
@@ -121,15 +121,15 @@ def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunCo
 
 
 def take_option(arguments: list[str], option: str, what: str) -> tuple[str | None, list[str]]:
-    """Return the option's value, None if it is absent, and the other arguments. what: the value is."""
+    """Return the option's value, None if it is absent, and the other arguments. what: describes the value."""
     rest, value = [], None
     remaining = iter(arguments)
     for argument in remaining:
-        name, equals, given = argument.partition("=")
+        name, equals, text = argument.partition("=")
         if name != option:
             rest.append(argument)
             continue
-        value = given if equals else next(remaining, "")
+        value = text if equals else next(remaining, "")
         if not value or value.startswith("-"):
             raise UserError(f"{option} needs a value: {what}")
     return value, rest

@@ -16,31 +16,3 @@ from qerl.config.rollout import RolloutConfig
 from qerl.config.run import CheckpointConfig, EvalConfig, RayConfig, RunConfig, SamplesConfig
 from qerl.config.sft import SftConfig
 from qerl.config.task import CodeConfig, EnvironmentConfig, TaskConfig
-
-__all__ = [
-    "AdapterConfig",
-    "AgentConfig",
-    "AlgoConfig",
-    "CheckpointConfig",
-    "CodeConfig",
-    "ControlConfig",
-    "DeepConfig",
-    "DistilConfig",
-    "EngineConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "JudgeConfig",
-    "LearnConfig",
-    "MaspoConfig",
-    "ModelConfig",
-    "NoiseConfig",
-    "RayConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SampleConfig",
-    "SamplesConfig",
-    "SapoConfig",
-    "SftConfig",
-    "TaskConfig",
-]

@@ -1,8 +1,9 @@
-"""Agents: code of the user's that talks to the model through an endpoint and returns a reward."""
+"""Agents: code of the user that talks to the model through an endpoint and returns a reward."""
 
 import dataclasses
 
-from qerl.config.check import check_positive, require
+from qerl.config.check import check_positive
+from qerl.errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +32,15 @@ class AgentConfig:
     """A call of the model that takes longer than this fails."""
 
     tool_timeout_s: float | None = None
-    """A tool call, or another step, of an environment of verifiers or OpenEnv fails after so many seconds.
+    """A tool call, or another step, of an environment of verifiers or OpenEnv fails after this time.
     None: the package's limit, 600 or 60. An agent of your own limits its tools itself."""
 
     episode_timeout_s: float = 900.0
-    """An episode that is not over after so many seconds is stopped: its sample gets no reward."""
+    """An episode that takes longer than this is stopped: its sample gets no reward."""
 
     step_timeout_s: float | None = None
-    """Episodes of a step that are not over so many seconds after the first began are stopped; None: no limit
-    besides each episode's own."""
+    """Episodes that are not over this long after the step's first began are stopped; None: each has only
+    its own limit."""
 
     max_body_bytes: int = 4_194_304
     """Maximum size of one request, in bytes."""

@@ -63,9 +63,9 @@ class DeepConfig:
     """A sample with this reward or less has failed."""
 
     def __post_init__(self):
-        for name, least in (("num_branches", 2), ("segment_tokens", 1), ("gamma", 0), ("weight", 0)):
+        for name, minimum in (("num_branches", 2), ("segment_tokens", 1), ("gamma", 0), ("weight", 0)):
             value = getattr(self, name)
-            require(value >= least, f"algo.deep.{name} must be at least {least}, got {value}")
+            require(value >= minimum, f"algo.deep.{name} must be at least {minimum}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Check numbers among the fields of a config or the options of a command.
 
-`prefix` comes before a field's name in the message, such as `algo.`; None is not checked, nor an empty tuple.
+`prefix` comes before a field's name in the message, such as `algo.`. None and empty tuples pass.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ def check_finite(settings: Any, prefix: str = "") -> None:
     """Raise UserError for NaN or infinity in any field, of nested settings and in tuples too."""
     for name in _field_names(type(settings)):
         value = getattr(settings, name)
-        # Quickly, and no name is put together for a value that is fine: a plan has 2,000 configs.
+        # A valid value takes the short way, without a name for a message: a plan has 2,000 configs.
         if value is None or isinstance(value, str | int) or (type(value) is float and math.isfinite(value)):
             continue
         _check_finite(value, f"{prefix}{name}")

@@ -1,6 +1,6 @@
 """Refuse settings that do not go together: one table, which docs/config.md shows.
 
-A config is refused if a setting holds and one beside which it does not work. Both are conditions on fields:
+A config is refused if two settings hold that do not work together. Both are conditions on fields:
 
     rollout.partial          it is set: not None, False, 0 or empty      no ray.address         it is not
     noise.scope sample       it has this value                           noise.scope not step   another
@@ -146,14 +146,14 @@ def _filled(message: str, settings: Any, section: str, **known: str) -> str:
 
 @functools.cache
 def _conflicts(section: str) -> dict[str, list[tuple[str, str]]]:
-    """Return those whose fields all lie in the section, without one those of several sections."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    """Return the conflicts whose fields all lie in the section; without one, those between sections."""
+    conflicts: dict[str, list[tuple[str, str]]] = {}
     for setting, others in CONFLICTS.items():
         for other, message in others.items():
             sections = set(re.findall(r"(?<![\w.])([a-z_]+)\.", f"{setting} {other}"))
             if sections == {section} or (not section and len(sections) > 1):
-                found.setdefault(setting, []).append((other, message))
-    return found
+                conflicts.setdefault(setting, []).append((other, message))
+    return conflicts
 
 
 def _reader(field: str, section: str) -> Callable[[Any], Any]:

@@ -1,7 +1,7 @@
 """Read files that others wrote: regular files only, and JSON of bounded size and depth.
 
 A fifo or a device may never end, a file of a gigabyte takes many times its size once it is parsed, and JSON
-that nests deeply exhausts the stack of whoever walks through it.
+that nests deeply exhausts the stack of a function that walks through it.
 """
 
 import json

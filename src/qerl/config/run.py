@@ -143,8 +143,8 @@ class RunConfig:
         check_positive(self, "num_steps", "num_prompts", "rank_timeout_s")
         check_not_negative(self, "seed")
         size, why = self.num_generations, "samples are compared within a group"
-        least = 1 if self.distil.is_on else 2
-        require(size >= least, f"num_generations must be at least {least} ({why}), got {size}")
+        minimum = 1 if self.distil.is_on else 2
+        require(size >= minimum, f"num_generations must be at least {minimum} ({why}), got {size}")
         has_reward = self.distil.is_on or len(self.task.rewards) > 0
         require(has_reward, "task.rewards must name at least one reward, got none")
         check_conflicts(self)
@@ -152,27 +152,24 @@ class RunConfig:
 
     def _check_limits(self) -> None:
         """Check numbers that others limit."""
-        extra, most = self.rollout.extra_prompts, f"must not exceed num_prompts ({self.num_prompts})"
+        extra, excess = self.rollout.extra_prompts, f"must not exceed num_prompts ({self.num_prompts})"
         is_default = extra == RolloutConfig().extra_prompts
         require(
             not self.rollout.partial or extra <= self.num_prompts,
-            f"rollout.extra_prompts {most}, got {'its default, ' if is_default else ''}{extra}",
+            f"rollout.extra_prompts {excess}, got {'its default, ' if is_default else ''}{extra}",
         )
         context, answer = self.agent.context_tokens, self.sample.max_tokens
         require(
             self.agent.function is None or answer < context,
             f"sample.max_tokens must be under agent.context_tokens ({context}), got {answer}",
         )
-        warmup, updates, buffer = (
-            self.noise.control.warmup_steps,
-            self.learn.updates_per_step,
-            self.algo.overlong_buffer,
-        )
+        warmup, updates = self.noise.control.warmup_steps, self.learn.updates_per_step
         require(
             not self.noise.is_controlled or warmup < self.num_steps,
             f"noise.control.warmup_steps must be under num_steps ({self.num_steps}), got {warmup}",
         )
-        require(updates <= self.num_prompts, f"learn.updates_per_step {most}, got {updates}")
+        require(updates <= self.num_prompts, f"learn.updates_per_step {excess}, got {updates}")
+        buffer = self.algo.overlong_buffer
         require(
             self.algo.overlong != "shape" or buffer < answer,
             f"algo.overlong_buffer must be under sample.max_tokens ({answer}), got {buffer}",

@@ -12,7 +12,7 @@ VERIFIERS, OPENENV = "verifiers:", "openenv:"
 
 
 def is_environment_name(name: str) -> bool:
-    """Return if a task or an agent is named as an environment of verifiers or OpenEnv."""
+    """True if the name of a task or an agent is that of an environment of verifiers or OpenEnv."""
     return name.startswith((VERIFIERS, OPENENV))
 
 
@@ -147,17 +147,12 @@ class TaskConfig:
         check_positive(self, "num_rows", "reward_workers", "reward_timeout_s", prefix="task.")
         check_positive(self, "reward_memory_gb", prefix="task.")
         check_not_negative(self, "num_held_out", prefix="task.")
-        require(
-            isinstance(_parsed(self.chat_template_kwargs), dict),
-            f"task.chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs}",
-        )
-        require(
-            isinstance(_parsed(self.env_options), dict),
-            f"task.env_options must be a JSON object, got {self.env_options}",
-        )
-        given, needed = len(self.reward_weights), len(self.rewards)
-        wrong = f"task.reward_weights must be one for each of {needed} rewards, got {given}"
-        require(given in (0, needed), wrong)
+        for name in ("chat_template_kwargs", "env_options"):
+            text = getattr(self, name)
+            require(isinstance(_parsed(text), dict), f"task.{name} must be a JSON object, got {text}")
+        num_weights, num_rewards = len(self.reward_weights), len(self.rewards)
+        wrong = f"task.reward_weights must be one for each of {num_rewards} rewards, got {num_weights}"
+        require(num_weights in (0, num_rewards), wrong)
 
 
 def _parsed(text: str) -> Any:

@@ -42,7 +42,7 @@ def run_benchmarks(
     run: RunConfig | None,
     options: EvalOptions,
     named: dict[str, TaskConfig],
-    own: dict[str, TaskConfig],
+    file_tasks: dict[str, TaskConfig],
     console: Console,
 ) -> list[dict[str, Any]]:
     """Return a summary for each named benchmark and each file of the user, with the file of its results.
@@ -54,7 +54,7 @@ def run_benchmarks(
     config = _sampling_config(run, options, is_own_task=not named)
     adapters = Path(source) / "checkpoints" if run is not None and options.with_adapter else None
     folder = options.out or (Path("runs/eval") if run is None else Path(source) / "eval")
-    tasks = {name: _with_prompt(task, run and run.task, options) for name, task in named.items()} | own
+    tasks = {name: _with_prompt(task, run and run.task, options) for name, task in named.items()} | file_tasks
     has_benchmarks = bool(tasks)
     tasks = tasks or {"task": options.task}
     results = []

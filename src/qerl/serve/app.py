@@ -157,12 +157,12 @@ class Routes:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
-        asked = await self._parsed(self._parser_of(request).completion, await self._body(request))
-        return await self._answer(request, asked, CompletionResponse(asked, *self._names))
+        parsed = await self._parsed(self._parser_of(request).completion, await self._body(request))
+        return await self._answer(request, parsed, CompletionResponse(parsed, *self._names))
 
     async def chat_completions(self, request: Request) -> Response:
-        asked = await self._parsed(self._parser_of(request).chat, await self._body(request))
-        return await self._answer(request, asked, ChatResponse(asked, *self._names))
+        parsed = await self._parsed(self._parser_of(request).chat, await self._body(request))
+        return await self._answer(request, parsed, ChatResponse(parsed, *self._names))
 
     async def responses(self, request: Request) -> Response:
         parser = self._parser_of(request)
@@ -171,8 +171,8 @@ class Routes:
             body = ResponsesBody.parse(content, parser.known_name, parser.options)
             return body, parser.chat_of(body.to_chat())
 
-        body, asked = await self._parsed(parse, await self._body(request))
-        return await self._answer(request, asked, ResponsesResponse(body, asked, *self._names))
+        body, parsed = await self._parsed(parse, await self._body(request))
+        return await self._answer(request, parsed, ResponsesResponse(body, parsed, *self._names))
 
     def _parser_of(self, request: Request) -> RequestParser:
         return getattr(request.state, "parser", self._parser)
@@ -180,16 +180,16 @@ class Routes:
     async def _parsed(self, parse: Callable[[bytes], Parsed], content: bytes) -> Parsed:
         return await asyncio.get_running_loop().run_in_executor(self._parse_thread, parse, content)
 
-    async def _answer(self, http: Request, asked: CompletionRequest, response: ApiResponse) -> Response:
-        pending = asked.pending
-        items = _token_queue(pending) if asked.body.stream else None
+    async def _answer(self, http: Request, parsed: CompletionRequest, response: ApiResponse) -> Response:
+        pending = parsed.pending
+        items = _token_queue(pending) if parsed.body.stream else None
         try:
             self._batcher.submit(pending)
         except BusyError as error:
             pending.future.cancel()
             raise _api_error(error) from None
         if items is not None:
-            return EventStream(self._events(asked, items, response), lambda: self._end(pending))
+            return EventStream(self._events(parsed, items, response), lambda: self._end(pending))
         try:
             return JSONResponse(response.whole(await _samples(http, pending)))
         finally:
@@ -216,9 +216,9 @@ class Routes:
         return bytes(body)
 
     async def _events(
-        self, asked: CompletionRequest, items: StreamQueue, response: ApiResponse
+        self, parsed: CompletionRequest, items: StreamQueue, response: ApiResponse
     ) -> AsyncIterator[str]:
-        pending, is_each_sent = asked.pending, asked.body.with_logprobs or asked.body.return_token_ids
+        pending, is_each_sent = parsed.pending, parsed.body.with_logprobs or parsed.body.return_token_ids
         streams = [TextStream(self._parser.model, pending.sampling.stop) for _ in range(pending.num_choices)]
         num_running, num_tokens = pending.num_choices, 0
         for each in response.start():

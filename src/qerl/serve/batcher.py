@@ -51,7 +51,7 @@ class PendingRequest:
     """Called by the batcher's thread with (choice, newest token, the sample if that token ended it). Choices
     are numbered prompt by prompt, sample by sample."""
     on_choice: Callable[[int, Sample], None] | None = None
-    """Called by the batcher's thread with (choice, its sample), before anyone else hears of the end."""
+    """Called by the batcher's thread with (choice, its sample), before on_token gets the last token."""
     episode: object | None = None
     """The episode whose later requests may begin with this one and its answer, if any."""
     timeout_s: float | None = None
@@ -265,7 +265,7 @@ class Batcher:
             self._over.append(episode)
 
     def _run(self) -> None:
-        """Run batches until the batcher is closed; whatever ends the thread, no request waits for ever."""
+        """Run batches until the batcher is closed; however the thread ends, no request waits for ever."""
         error = CancelledRequestError("the engine's thread has ended")
         try:
             self._run_batches()

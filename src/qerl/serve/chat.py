@@ -74,10 +74,10 @@ class Chat:
             raise UserError(f"the prompt has {len(tokens_T)} tokens; the limit is {positions - 1}")
         if len(remaining) < len(messages):
             print(f"(dropped the oldest {(len(messages) - len(remaining)) // 2} exchanges)", file=sys.stderr)
-        room, asked = positions - len(tokens_T), self._options.max_tokens
-        if room < asked and not self._has_noted_limit:
+        room, max_tokens = positions - len(tokens_T), self._options.max_tokens
+        if room < max_tokens and not self._has_noted_limit:
             self._has_noted_limit = True
-            print(f"(max_tokens is {asked}; there is room for {room} after the prompt)", file=sys.stderr)
+            print(f"(max_tokens is {max_tokens}; there is room for {room} after the prompt)", file=sys.stderr)
         return remaining, tokens_T
 
     def _sample(self, tokens_T: list[int], stop: StopSignal) -> Sample:

@@ -37,7 +37,7 @@ _BACKLOG = 2048
 _NUM_RESERVED = 16  # connections beyond the maximum, for health and metrics
 _NUM_OTHER_FILES = 128  # descriptors that are no connections
 _SHUTDOWN_TIMEOUT_S = 5  # for requests that are running when the server ends
-_LAST_WORDS_S = 2  # beyond that, for the error that the others are told
+_LAST_WORDS_S = 2  # beyond that, for the errors to the others
 _MAX_CHECK_PERIOD_S = 1.0
 _REFUSALS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 

@@ -180,11 +180,11 @@ class ResponsesResponse:
         events = self._close() if calls else []
         for call in calls:
             item, index = _function_call(call), len(self._output)
-            begun, arguments = item | {"status": "in_progress", "arguments": ""}, item["arguments"]
+            started, arguments = item | {"status": "in_progress", "arguments": ""}, item["arguments"]
             place = {"item_id": item["id"], "output_index": index}
             kind = "response.function_call_arguments"
             events += [
-                self._event("response.output_item.added", output_index=index, item=begun),
+                self._event("response.output_item.added", output_index=index, item=started),
                 self._event(f"{kind}.delta", **place, delta=arguments),
                 self._event(f"{kind}.done", **place, name=call.name, arguments=arguments),
                 self._event("response.output_item.done", output_index=index, item=item),

@@ -33,7 +33,7 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
         parser = RequestParser(model=model, options=options, name=options.name or Path(source).name)
         server = make_server(make_app(parser, batcher, api_key=key), options)
         host, port = listener.getsockname()[:2]
-        listener.listen()  # who reads the line may connect at once
+        listener.listen()  # a client that reads the line may connect at once
         print(f"{parser.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         server.run(sockets=[listener])
 

@@ -44,7 +44,7 @@ class TextStream:
     def _num_safe(self) -> int:
         """Return how many pending characters precede any stop string or its possible start."""
         pending = self._pending
-        whole = [found for stop in self._stop if (found := pending.find(stop)) >= 0]
+        whole = [start for stop in self._stop if (start := pending.find(stop)) >= 0]
         starts = [
             len(pending) - n for stop in self._stop for n in range(1, len(stop)) if pending.endswith(stop[:n])
         ]

@@ -32,16 +32,11 @@ _OF_TRL = {
 class CallbackObserver:
     """The observer of a run; see qerl.training.observer."""
 
-    def __init__(self, callbacks: Iterable[Any], args: TrainFields, batch: Batch, folder: Path, **given: Any):
-        """given: what callbacks receive by name, such as processing_class."""
+    def __init__(self, callbacks: Iterable[Any], args: TrainFields, batch: Batch, folder: Path, **parts: Any):
+        """parts: what callbacks receive by name, such as processing_class."""
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
-        self.control, self._args, self._batch, self._folder, self._given = (
-            TrainerControl(),
-            args,
-            batch,
-            folder,
-            given,
-        )
+        self.control, self._parts = TrainerControl(), parts
+        self._args, self._batch, self._folder = args, batch, folder
         self._every = batch.every(plain(args.logging_strategy), args.logging_steps)
         self.state = TrainerState(max_steps=batch.num_steps * batch.updates)
         self._pending: list[dict[str, float]] = []
@@ -54,9 +49,9 @@ class CallbackObserver:
 
     def call(self, event: str, **more: Any) -> None:
         for callback in self.callbacks:
-            given = self._given | more
+            parts = self._parts | more
             self.control = (
-                getattr(callback, event)(self._args, self.state, self.control, **given) or self.control
+                getattr(callback, event)(self._args, self.state, self.control, **parts) or self.control
             )
 
     def _clear(self) -> None:

@@ -13,9 +13,9 @@ from qerl.tracking.atomic_file import write_atomic
 IMAGES = ("image", "images")
 
 
-def write_rows(name: str, rows: Iterable[dict[str, Any]], folder: Path, *, most: int | None = None) -> Path:
-    """Write `most` rows, or all, to <folder>/<kind>-<hash>.jsonl; name: train_dataset or eval_dataset."""
-    rows = [dict(row) for row in itertools.islice(rows, most)]
+def write_rows(name: str, rows: Iterable[dict[str, Any]], folder: Path, *, limit: int | None = None) -> Path:
+    """Write `limit` rows, or all, to <folder>/<kind>-<hash>.jsonl; name: train_dataset or eval_dataset."""
+    rows = [dict(row) for row in itertools.islice(rows, limit)]
     require(len(rows) > 0, f"{name} has no rows")
     for column in IMAGES:
         require(column not in rows[0], f"{name} has a column {column!r}: vision models are not supported")

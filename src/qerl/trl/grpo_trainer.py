@@ -20,7 +20,7 @@ from qerl.trl.ignored import GRPOIgnoredFields, ignored
 from qerl.trl.refused import GRPORefusedFields, check_refused
 from qerl.trl.run_trainer import Rows, RunTrainer, all_rows, based, num_rows
 from qerl.trl.tools import make_environment, of_conversations, takes_environments
-from qerl.trl.translate import Batch, length, plain
+from qerl.trl.translate import length, plain
 from qerl.trl.translate_grpo import batch_of, run_config
 
 
@@ -83,7 +83,9 @@ class GRPOTrainer(RunTrainer):
         num_held_out = 0 if held_out is None else num_rows(held_out)
         if rows is None and self._schemas:  # the environment gives the prompts
             rows = itertools.repeat({"prompt": [{"role": "user", "content": ""}]})
-        path = write_rows("train_dataset", rows or (), folder, most=_most_rows(rows, self._batch))
+        # A stream gives the rows of the run's steps, a data set all of its rows.
+        limit = None if length(rows) is not None else self._batch.num_steps * self._batch.num_prompts
+        path = write_rows("train_dataset", rows or (), folder, limit=limit)
         return dataclasses.replace(
             run_config(args, base, self._batch, num_held_out=num_held_out),
             task=dataclasses.replace(
@@ -111,8 +113,9 @@ class GRPOTrainer(RunTrainer):
         return evaluate(config, self._rewards, num_samples=num_samples)
 
 
-def _functions(given: Any) -> list[Callable[..., Any]]:
-    functions = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+def _functions(reward_funcs: Any) -> list[Callable[..., Any]]:
+    several = [] if reward_funcs is None else reward_funcs
+    functions = list(several) if isinstance(several, list | tuple) else [several]
     for function in functions:
         require(
             callable(function) and not hasattr(function, "get_input_embeddings"),
@@ -152,10 +155,5 @@ def _template_variables(args: GRPOConfig, schemas: list[dict[str, Any]]) -> dict
 
 def _max_turns(args: GRPOConfig, base: RunConfig) -> int:
     """TRL has no limit but the tokens; one turn more than rounds of calls."""
-    most = args.max_tool_calling_iterations
-    return 1 + most if most is not None else max(base.task.environment.max_turns, base.sample.max_tokens)
-
-
-def _most_rows(rows: Rows | None, batch: Batch) -> int | None:
-    """Return the number of rows that a stream must give; None for a data set."""
-    return None if length(rows) is not None else batch.num_steps * batch.num_prompts
+    limit = args.max_tool_calling_iterations
+    return 1 + limit if limit is not None else max(base.task.environment.max_turns, base.sample.max_tokens)

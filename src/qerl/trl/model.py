@@ -15,15 +15,8 @@ _FORMATS = {"mxfp4": "mxfp4", "fp8": "fp8", "fbgemm_fp8": "fp8"}
 _FOUR_BITS = {"nf4": "nf4", "fp4": "nvfp4"}
 _NO_EFFECT = (
     *("dtype", "torch_dtype", "attn_implementation", "device_map", "use_cache", "trust_remote_code"),
-    *(
-        "use_kernels",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "offload_folder",
-        "token",
-        "local_files_only",
-        "cache_dir",
-    ),
+    *("use_kernels", "low_cpu_mem_usage", "max_memory", "offload_folder"),
+    *("token", "local_files_only", "cache_dir"),
 )
 
 
@@ -52,9 +45,9 @@ def model_config(model: str, quantization: Any, args: TrainFields, base: ModelCo
     """quantization: the trainer's argument; args.model_init_kwargs may have one too."""
     assert not isinstance(args.model_init_kwargs, str)
     options = dict(args.model_init_kwargs or {})
-    given = options.pop("quantization_config", None)
+    quantization_option = options.pop("quantization_config", None)
     require(
-        given is None or quantization is None,
+        quantization_option is None or quantization is None,
         "quantization_config is set both in the trainer and in model_init_kwargs: set it once",
     )
     require(
@@ -63,7 +56,7 @@ def model_config(model: str, quantization: Any, args: TrainFields, base: ModelCo
     )
     if unknown := [name for name, value in options.items() if name not in _NO_EFFECT and value is not None]:
         raise UserError(f"model_init_kwargs[{unknown[0]!r}] is not supported: remove it")
-    quantization = given if quantization is None else quantization
+    quantization = quantization_option if quantization is None else quantization
     return dataclasses.replace(
         base, path=model, format=base.format if quantization is None else format_of(quantization)
     )

@@ -53,13 +53,13 @@ class RunTrainer:
     method: str
     """The method's name on a model card."""
 
-    def _start(self, batch: Batch, ignored: list[str], callbacks: Sequence[Any], **given: Any) -> None:
-        """Name what has no effect, and make the observer that calls the callbacks with what is given."""
+    def _start(self, batch: Batch, ignored: list[str], callbacks: Sequence[Any], **parts: Any) -> None:
+        """Name what has no effect, and make the observer that calls the callbacks with these parts."""
         args, folder = self.args, Path(self.config.out)
         if ignored:
             _logger.warning("%s: no effect here: %s", type(args).__name__, ", ".join(ignored))
         self.accelerator, self.hub_model_id = MainProcess(), args.hub_model_id or folder.resolve().name
-        self._observer = CallbackObserver(callbacks or (), args, batch, folder, **given)
+        self._observer = CallbackObserver(callbacks or (), args, batch, folder, **parts)
         self._observer.call("on_init_end")
 
     def _train(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class RunTrainer:
         self._observer.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def remove_callback(self, callback: Any) -> None:
-        kept = [c for c in self._observer.callbacks if c is not callback and type(c) is not callback]
-        self._observer.callbacks = kept
+        remaining = [c for c in self._observer.callbacks if c is not callback and type(c) is not callback]
+        self._observer.callbacks = remaining
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train, or resume the run in output_dir, whatever resume_from_checkpoint says; a path must be one of
@@ -103,18 +103,17 @@ class RunTrainer:
     ) -> dict[str, float]:
         """Return the metrics of the newest checkpoint, or of the model before training, on eval_dataset: of
         GRPOTrainer the mean reward and length of samples, of SFTTrainer the loss; log them."""
-        given = self.eval_dataset if eval_dataset is None else eval_dataset
-        if given is None:
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if rows is None:
             raise UserError("evaluate needs an eval_dataset")
-        if isinstance(given, Mapping):
+        if isinstance(rows, Mapping):
             each = [
-                self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
-                for name, rows in given.items()
+                self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in rows.items()
             ]
             return {name: value for metrics in each for name, value in metrics.items()}
-        path = self._write_eval_rows(given)
-        found = self._held_out(path, num_rows(path))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        path = self._write_eval_rows(rows)
+        results = self._held_out(path, num_rows(path))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
         entry = metrics | {"epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(entry)
         self._observer.call("on_evaluate", metrics=metrics)
@@ -202,16 +201,12 @@ def based(
 ) -> RunConfig:
     """Return base with the trainer's model and adapter."""
     path, adapter = model_path(model, processing_class, Path(str(args.output_dir)))
-    quantization = quantization_config or _own_quantization(model)
+    stored = None if isinstance(model, str) else getattr(model.config, "quantization_config", None)
     return dataclasses.replace(
         base,
-        model=model_config(path, quantization, args, base.model),
+        model=model_config(path, quantization_config or stored, args, base.model),
         adapter=adapter or adapter_config(peft_config, base.adapter),
     )
-
-
-def _own_quantization(model: Any) -> Any:
-    return None if isinstance(model, str) else getattr(model.config, "quantization_config", None)
 
 
 def all_rows(rows: Rows | Mapping[str, Rows] | None) -> list[dict[str, Any]] | None:
@@ -225,22 +220,22 @@ def num_rows(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
 
-def _take_checkpoint(given: bool | str | None, own: Path) -> None:
+def _take_checkpoint(wanted: bool | str | None, checkpoints: Path) -> None:
     """Check that the run will resume the checkpoint that was asked for; copy one of another run."""
-    if not given:
+    if not wanted:
         return
-    newest, _ = checkpoint.find_latest(own)
-    if given is True:
-        require(newest is not None, f"resume_from_checkpoint: {own} holds no checkpoint")
+    newest, _ = checkpoint.find_latest(checkpoints)
+    if wanted is True:
+        require(newest is not None, f"resume_from_checkpoint: {checkpoints} holds no checkpoint")
         return
-    path = Path(str(given))
+    path = Path(str(wanted))
     if newest is not None and newest.resolve() == path.resolve():
         return
     damage = checkpoint.find_damage(path)
     require(damage is None, f"resume_from_checkpoint {path}: {damage}")
     if newest is not None:
         raise UserError(
-            f"resume_from_checkpoint: {own} holds {newest.name}, from which the run resumes;"
+            f"resume_from_checkpoint: {checkpoints} holds {newest.name}, from which the run resumes;"
             " remove the checkpoints after yours, or set another output_dir"
         )
-    checkpoint.copy(path, own)
+    checkpoint.copy(path, checkpoints)

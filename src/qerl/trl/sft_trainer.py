@@ -64,15 +64,15 @@ class SFTTrainer(RunTrainer):
             f"args must be a qerl.trl.SFTConfig, got a {type(self.args).__name__}",
         )
         check_refused(self.args, SFTRefusedFields)
-        given = {
+        unused = {
             "data_collator": data_collator,
             "compute_loss_func": compute_loss_func,
             "compute_metrics": compute_metrics,
             "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
         }
-        given["optimizers"] = next((part for part in optimizers or () if part is not None), None)
-        for name, value in given.items():
+        unused["optimizers"] = next((part for part in optimizers or () if part is not None), None)
+        for name, value in unused.items():
             why = _UNUSED.get(name, _UNUSED["optimizer_cls_and_kwargs"])
             require(value is None, f"{name} is not supported: {why}")
         self.model, self.processing_class = model, processing_class
@@ -96,7 +96,7 @@ class SFTTrainer(RunTrainer):
         self._size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         eval_rows = None if plain(args.eval_strategy) == "no" else all_rows(self.eval_dataset)
         held_out = None if eval_rows is None else self._write_eval_rows(eval_rows, folder)
-        rows = [*self._formatted(itertools.islice(self.train_dataset or (), self._most_rows()))]
+        rows = [*self._formatted(itertools.islice(self.train_dataset or (), self._max_rows()))]
         path = write_rows("train_dataset", rows, folder)
         num_held_out = 0 if held_out is None else num_rows(held_out)
         config = dataclasses.replace(
@@ -114,7 +114,7 @@ class SFTTrainer(RunTrainer):
         self.config = shared_config(args, config, batch, num_held_out=num_held_out)
         return batch
 
-    def _most_rows(self) -> int | None:
+    def _max_rows(self) -> int | None:
         """Return the number of rows that a stream must give; None for a data set."""
         args = self.args
         if self.train_dataset is None or length(self.train_dataset) is not None:

@@ -78,30 +78,30 @@ class ToolEnvironment:
             return str({"error": str(error)})
 
     async def score(self, messages: list[dict[str, str]]) -> float | None:
-        """Return the sum of what the environment gives; None if nothing does."""
+        """Return the sum of the rewards; None if there are none."""
         values = []
         if get_reward := getattr(self._environment, "get_reward", None):
             values.append(await awaited(get_reward()))
-        given = {name: [value] for name, value in self._row.items() if name != "prompt"}
-        given |= {"prompts": [self._row["prompt"]], "environments": [self._environment]}
-        given["completions"] = [with_tool_calls(messages, {*self._tools})]
+        columns = {name: [value] for name, value in self._row.items() if name != "prompt"}
+        columns |= {"prompts": [self._row["prompt"]], "environments": [self._environment]}
+        columns["completions"] = [with_tool_calls(messages, {*self._tools})]
         for function, weight in self.rewards:
-            (value,) = await awaited(function(**_accepted(function, given)))
+            (value,) = await awaited(function(**_accepted(function, columns)))
             values.append(None if value is None else weight * value)
         known = [float(value) for value in values if value is not None]
         return sum(known) if known else None
 
 
-def _accepted(function: Reward, given: dict[str, Any]) -> dict[str, Any]:
+def _accepted(function: Reward, columns: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return given if takes_all else {p.name: given[p.name] for p in parameters if p.name in given}
+    return columns if takes_all else {p.name: columns[p.name] for p in parameters if p.name in columns}
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
     names = (name for name, _ in inspect.getmembers(type(environment), inspect.isfunction))
-    kept = (name for name in names if not name.startswith("_") and name not in _NOT_TOOLS)
-    return [] if environment is None else [getattr(environment, name) for name in kept]
+    tools = (name for name in names if not name.startswith("_") and name not in _NOT_TOOLS)
+    return [] if environment is None else [getattr(environment, name) for name in tools]
 
 
 def takes_environments(function: Reward) -> bool:

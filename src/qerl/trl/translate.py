@@ -51,8 +51,8 @@ class Batch:
 
 def shared_config(args: TrainFields, base: RunConfig, batch: Batch, *, num_held_out: int) -> RunConfig:
     """Return base with what the fields of both configs say."""
-    given = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
-    loggers = [logger for name in given for logger in one_of("report_to", name, _LOGGERS)]
+    names = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    loggers = [logger for name in names for logger in one_of("report_to", name, _LOGGERS)]
     evaluates = num_held_out > 0
     return dataclasses.replace(
         base,

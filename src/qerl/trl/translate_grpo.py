@@ -63,14 +63,15 @@ def batch_of(args: GRPOConfig, num_rows: int | None) -> Batch:
 def _batch_sizes(args: GRPOConfig) -> tuple[int, int]:
     """Return the samples per generation and per update. Several generations of one update are one here."""
     device, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    given = args.steps_per_generation, args.generation_batch_size
-    require(None in given, "generation_batch_size and steps_per_generation: set only one of them")
-    steps = accumulated if given[0] is None else given[0]
-    if given[1] is not None:
-        steps, rest = divmod(given[1], device)
+    steps, size = args.steps_per_generation, args.generation_batch_size
+    is_one = steps is None or size is None
+    require(is_one, "generation_batch_size and steps_per_generation: set only one of them")
+    steps = accumulated if steps is None else steps
+    if size is not None:
+        steps, rest = divmod(size, device)
         require(
             rest == 0,
-            f"generation_batch_size must be a multiple of per_device_train_batch_size, got {given[1]}",
+            f"generation_batch_size must be a multiple of per_device_train_batch_size, got {size}",
         )
     if steps < accumulated and accumulated % steps == 0:
         require(

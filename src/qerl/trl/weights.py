@@ -50,8 +50,7 @@ def write_start_adapter(model: Any, folder: Path) -> AdapterConfig:
 def with_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
     """Return the model's name if this is its tokenizer, else a folder with this one and links to the rest."""
     source = locate(model)
-    own = load_tokenizer(model)
-    if _facts(own) == _facts(tokenizer):
+    if _facts(load_tokenizer(model)) == _facts(tokenizer):
         return model
     require(not source.is_gguf, "processing_class: a GGUF model keeps its own tokenizer")
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,20 +8,6 @@ from collections.abc import Callable
 
 from qerl.config import RunConfig
 from qerl.config.recipes.methods import METHODS
-from qerl.config.recipes.paper import PAPER, big_math, code, dapo_math, demo, gsm8k, higher_lower, math, own
-
-__all__ = [
-    "METHODS",
-    "PAPER",
-    "RECIPES",
-    "big_math",
-    "code",
-    "dapo_math",
-    "demo",
-    "gsm8k",
-    "higher_lower",
-    "math",
-    "own",
-]
+from qerl.config.recipes.paper import PAPER, big_math, code, dapo_math, demo, gsm8k, higher_lower, math, plain
 
 RECIPES: dict[str, Callable[[], RunConfig]] = PAPER | METHODS

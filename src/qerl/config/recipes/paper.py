@@ -7,7 +7,7 @@
     dapo_math    DAPO, arXiv 2503.14476, on its own 17,000 problems, with QeRL's model, noise and adapter
     math         MATH's 7,500 training problems with the settings of gsm8k; 500 of its test split held out
     code         35,735 programming problems, graded by their tests, with the settings of dapo_math
-    own          defaults of `qerl train --task FILE --reward FILE.py:FUNCTION`
+    plain        defaults of `qerl train --task FILE --reward FILE.py:FUNCTION`
 
 Where the paper says nothing, these recipes take: alpha 32, equal to the rank; a batch of 128 prompts; four
 updates of a GSM8K step, one for each quarter of its prompts. Warm-up, weight decay, betas, gradient norm and
@@ -216,7 +216,7 @@ def code() -> RunConfig:
     )
 
 
-def own() -> RunConfig:
+def plain() -> RunConfig:
     """Train on your own rows and reward with the defaults; the last 32 rows are held out."""
     return RunConfig(out="runs/own", task=TaskConfig(num_held_out=32))
 

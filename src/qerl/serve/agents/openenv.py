@@ -179,7 +179,7 @@ class OpenEnvAgent:
 
 
 async def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the process's exit code; None if it still runs. A lost connection may tell of its end first."""
+    """Return the process's exit code; None if it still runs. A lost connection may be seen before its end."""
     for _ in range(int(_ENDING_S / 0.02)):
         if (code := process.poll()) is not None:
             return code

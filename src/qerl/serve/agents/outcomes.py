@@ -35,7 +35,7 @@ class OutcomePipe:
         self._read_end, self._write_end = os.pipe()
         self._changed = threading.Condition()
         self._call, self._on_end = 0, lambda index: None
-        self.begun_s: dict[int, float] = {}
+        self.began_s: dict[int, float] = {}
         """The time at which each episode of this call began, by the monotonic clock."""
         self.ended_s: dict[int, float] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -55,10 +55,10 @@ class OutcomePipe:
         that ends."""
         with self._changed:
             self._call, self._on_end = call, on_end
-            self.begun_s, self.ended_s, self.outcomes = {}, {}, {}
+            self.began_s, self.ended_s, self.outcomes = {}, {}, {}
 
     def drain(self, num: int) -> None:
-        """Wait until so many episodes have ended, which their process says that they have."""
+        """Wait until the outcomes of `num` episodes, which have ended, are read."""
         with self._changed:
             self._changed.wait_for(lambda: len(self.outcomes) >= num, _DRAIN_S)
 
@@ -87,7 +87,7 @@ class OutcomePipe:
 
     def _take(self, index: int, rest: list[Any]) -> None:
         if not rest:
-            self.begun_s[index] = time.monotonic()
+            self.began_s[index] = time.monotonic()
             return
         reward, failure, metrics = rest
         self.ended_s[index] = time.monotonic()

@@ -73,28 +73,28 @@ class EpisodeParser(RequestParser):
 
     def completion(self, content: bytes) -> CompletionRequest:
         self._count()
-        asked = super().completion(content)
-        if len(asked.prompts_P) > 1:
+        request = super().completion(content)
+        if len(request.prompts_P) > 1:
             message = "an episode's completion takes one prompt; send the others in requests of their own"
             raise ApiError(400, message, param="prompt")
-        return self._watched(self.record.call(asked.prompts_P[0].tokens_T), asked)
+        return self._watched(self.record.call(request.prompts_P[0].tokens_T), request)
 
     def _count(self) -> None:
         if self.record.count_call() > self.max_calls:
             message = f"the episode has made its {self.max_calls} calls (agent.max_calls)"
             raise ApiError(400, message, code="too_many_calls")
 
-    def _watched(self, call: RecordedCall, asked: CompletionRequest) -> CompletionRequest:
+    def _watched(self, call: RecordedCall, request: CompletionRequest) -> CompletionRequest:
         """Record the answers to the request when they end."""
         self.episode.check()
-        pending, record, running = asked.pending, self.record, self.episode.running
+        pending, record, running = request.pending, self.record, self.episode.running
         pending.episode = self.episode
         if record.replay is not None:
             pending.recorded = record.replay.answers(pending)
             call.is_replayed = pending.recorded is not None
 
         def add(choice: int, sample: Sample) -> None:
-            record.add(call, choice, sample, None if call.messages is None else _reply(asked, sample))
+            record.add(call, choice, sample, None if call.messages is None else _reply(request, sample))
 
         pending.on_choice, pending.timeout_s, pending.is_learned = add, self.timeout_s, True
 
@@ -105,7 +105,7 @@ class EpisodeParser(RequestParser):
         record.begin(call, pending)
         running.add(pending)
         pending.future.add_done_callback(end)
-        return asked
+        return request
 
     def _variables(self, body: ChatBody) -> Mapping[str, Any]:
         tools = {"tools": [tool.function.for_template() for tool in body.tools]} if body.offered_tools else {}
@@ -119,14 +119,14 @@ class EpisodeParser(RequestParser):
         return mix(seed, int.from_bytes(digest[:8]) >> 1, self.record.count_prompt(digest))
 
     def _sampling(self, body: RequestBody) -> Sampling:
-        run, asked = self.episode.sampling, super()._sampling(body)
-        stop = tuple(dict.fromkeys((*run.stop, *asked.stop)))
-        return dataclasses.replace(run, max_tokens=min(asked.max_tokens, run.max_tokens), stop=stop)
+        run, wanted = self.episode.sampling, super()._sampling(body)
+        stop = tuple(dict.fromkeys((*run.stop, *wanted.stop)))
+        return dataclasses.replace(run, max_tokens=min(wanted.max_tokens, run.max_tokens), stop=stop)
 
 
-def _reply(asked: CompletionRequest, sample: Sample) -> Message:
+def _reply(request: CompletionRequest, sample: Sample) -> Message:
     """Return the message that the client gets, as a chat's messages are parsed."""
-    text, calls = split_calls(asked.tool_call_stream(), sample.text)
+    text, calls = split_calls(request.tool_call_stream(), sample.text)
     reply: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         functions = [{"name": each.name, "arguments": json.loads(each.arguments)} for each in calls]

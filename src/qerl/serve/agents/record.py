@@ -150,8 +150,8 @@ class EpisodeRecord:
             parent, prompt_T, added, digest = None, rendered_T, messages or (), ""
             if messages is not None:
                 *prefixes, (_, digest) = _digests(messages, variables or {})
-                if (found := self._continued(messages, prefixes, variables or {})) is not None:
-                    parent, prompt_T, added = found
+                if (continued := self._continued(messages, prefixes, variables or {})) is not None:
+                    parent, prompt_T, added = continued
             parent = parent or self._with_prefix(rendered_T)
             for message in added:
                 if message["role"] == "tool":
@@ -243,7 +243,7 @@ class EpisodeRecord:
 
 
 def _following(answers: list[RecordedAnswer]) -> dict[RecordedAnswer, RecordedAnswer]:
-    """Return for each answer that is continued the one that goes on in its sample."""
+    """Map each continued answer to the answer that follows it in its sample."""
     continued: dict[RecordedAnswer, list[RecordedAnswer]] = {}
     for answer in answers:
         if answer.call.parent is not None:
@@ -267,7 +267,7 @@ def _chain(
 
 
 def _joined(chain: list[RecordedAnswer]) -> tuple[list[int], tuple[range, ...]]:
-    """Return the tokens after the first prompt, and the spans among them that were given."""
+    """Return the tokens after the first prompt, and the spans among them that were not sampled."""
     tokens_T, spans, start = [], [], len(chain[0].call.prompt_T)
     for answer in chain:
         added_T = answer.call.prompt_T[start + len(tokens_T) :]

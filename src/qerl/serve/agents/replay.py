@@ -33,7 +33,7 @@ class AnsweredCall:
     is_repeatable: bool
     """False if answers come with the logprobs of other tokens or of the prompt, which are not recorded."""
     may_branch: bool
-    """True if every call before could be played again when this one came."""
+    """True if all earlier calls could be replayed when this one arrived."""
     samples: dict[int, Sample] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -96,10 +96,10 @@ class Replay:
         return _OTHER_CALLS if self._left or self._is_other else None
 
     def answers(self, pending: PendingRequest) -> list[Sample] | None:
-        """Return the recorded answers to the next call; None from the pivot on. Raise ApiError if it is not a
-        call of the recorded ones. Calls that ran beside each other may come in another order."""
-        asked = AnsweredCall.of(pending, may_branch=False)
-        recorded = next((call for call in self._left if call.is_same(asked)), None)
+        """Return the recorded answers to the next call; None from the pivot on. Raise ApiError if it is
+        none of the recorded calls. Calls that ran beside each other may come in another order."""
+        call = AnsweredCall.of(pending, may_branch=False)
+        recorded = next((each for each in self._left if each.is_same(call)), None)
         self._is_other |= bool(self._left) and recorded is None
         if self._is_other:
             raise ApiError(400, _OTHER_CALLS.message, code="not_deterministic")

@@ -87,20 +87,20 @@ class AgentPool:
         with self._endpoint.opened(records, sampling) as episodes:
             endpoint = self._endpoint
             pipe.listen(self._num_rollouts, lambda index: endpoint.close_episode(episodes[index]))
-            most_s = self._config.step_timeout_s
-            ends_s = None if most_s is None else time.monotonic() + most_s
+            limit_s = self._config.step_timeout_s
+            ends_s = None if limit_s is None else time.monotonic() + limit_s
             calls = [self._call(i, *each, ends_s) for i, each in enumerate(zip(episodes, rows, strict=True))]
             while calls:
                 lost = self._run(calls)
                 pipe.drain(len(episodes) if lost is None else 0)
-                known = {*pipe.begun_s, *pipe.outcomes}
+                known = {*pipe.began_s, *pipe.outcomes}
                 ended = {call.index for call in calls} & known or {call.index for call in calls}
                 for index in ended - pipe.outcomes.keys():  # all of them if the process cannot even begin
                     pipe.outcomes[index] = Outcome(failure=lost or _UNREPORTED)
                     endpoint.close_episode(episodes[index])
                 calls = [call for call in calls if call.index not in ended]
-        begun_s, ended_s = pipe.begun_s, pipe.ended_s
-        seconds = [ended_s.get(i, 0.0) - begun_s.get(i, 0.0) for i in range(len(records))]
+        began_s, ended_s = pipe.began_s, pipe.ended_s
+        seconds = [ended_s.get(i, 0.0) - began_s.get(i, 0.0) for i in range(len(records))]
         return [pipe.outcomes[i] for i in range(len(records))], seconds
 
     def _call(self, index: int, episode: OpenEpisode, row: dict[str, Any], ends_s: float | None) -> AgentCall:
@@ -204,13 +204,13 @@ def _sample(prompt: Prompt, record: EpisodeRecord, outcome: Outcome, took_s: flo
         failure = Failure("no call", "the agent returned without an answer of the model")
     tokens_T, logprobs_T, spans, messages = [], [], [], []
     for number, part in enumerate(parts, 1):
-        (own,) = part.samples_G
-        spans += [range(len(tokens_T) + s.start, len(tokens_T) + s.stop) for s in own.environment_spans]
-        tokens_T += own.tokens_T
-        logprobs_T += own.logprobs_T
+        (sample,) = part.samples_G
+        spans += [range(len(tokens_T) + s.start, len(tokens_T) + s.stop) for s in sample.environment_spans]
+        tokens_T += sample.tokens_T
+        logprobs_T += sample.logprobs_T
         if number > 1:
             messages.append({"role": "part", "content": f"{number} of {len(parts)}"})
-        messages += own.messages or []
+        messages += sample.messages or []
     return Sample(
         tokens_T=tokens_T,
         logprobs_T=logprobs_T,
