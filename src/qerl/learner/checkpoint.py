@@ -317,5 +317,5 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name)] if folder.is_dir() else []
-    return sorted(found, key=_order, reverse=True)
+    paths = [p for p in folder.iterdir() if _NAME.fullmatch(p.name)] if folder.is_dir() else []
+    return sorted(paths, key=_order, reverse=True)

@@ -71,16 +71,16 @@ class Heartbeat:
 
 def open_connections() -> set[int]:
     """Return the descriptors of this process's connected sockets."""
-    found = set()
+    connected = set()
     for descriptor in map(int, os.listdir("/dev/fd")):
         try:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
                     connection.getpeername()
-                found.add(descriptor)
+                connected.add(descriptor)
         except OSError:  # closed meanwhile, or it listens
             continue
-    return found
+    return connected
 
 
 def cut(connections: set[int]) -> None:

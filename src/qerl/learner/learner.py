@@ -111,9 +111,9 @@ class Learner:
             for share, old in zip(shares, before, strict=True)
         ]
         learned = [result.before for update in updates[: len(shares)] for result in update.results]
-        own, updates = read_step(others + learned, updates)
+        tallies, updates = read_step(others + learned, updates)
         self._count_applied(updates)
-        tallies = added(self._ranks.gather(own))
+        tallies = added(self._ranks.gather(tallies))
         if self._ranks.count > 1:
             norm = torch.nn.utils.get_total_norm([master.detach() for master in self._masters.values()])
             self._ranks.check_same("the adapter's norm", norm.item())
@@ -331,11 +331,7 @@ class Learner:
         return adapter, optimizer, self.version, self.micro_tokens
 
     def load(
-        self,
-        adapter: dict[str, Tensor],
-        optimizer: dict[str, Tensor],
-        version: int,
-        micro_tokens: int,
+        self, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], version: int, micro_tokens: int
     ) -> None:
         """Restore the state that `state` returned, bit for bit; micro-batches grow no larger than planned."""
         load_adapter(self.decoder, adapter)

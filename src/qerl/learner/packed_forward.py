@@ -47,8 +47,9 @@ def _noise_rows(decoder: Decoder, batch: PackedBatch) -> Tensor | None:
     if not decoder.noise_table.is_open:
         return None
     lengths, rows = [], []
-    found = decoder.noise_table.rows(batch.members)
-    for tree, (prompt_row, sample_rows) in zip(batch.trees, found, strict=True):
+    for tree, (prompt_row, sample_rows) in zip(
+        batch.trees, decoder.noise_table.rows(batch.members), strict=True
+    ):
         lengths += [tree.prompt_tokens, *tree.branch_tokens]
         rows += [prompt_row, *sample_rows]
     rows_T = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))

@@ -114,10 +114,7 @@ class _Filler:
     batches as `like` has."""
 
     def __init__(
-        self,
-        max_tokens: int,
-        weighted_P: list[tuple[Group, list[float]]],
-        like: "_Filler | None" = None,
+        self, max_tokens: int, weighted_P: list[tuple[Group, list[float]]], like: "_Filler | None" = None
     ):
         self.batches: list[list[_Branches]] = []
         self.num_rows = self.longest = 0
@@ -210,10 +207,10 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
     )
 
 
-def _spans(lengths_S: list[int], device: torch.device) -> Segments:
-    spans = Segments.of(lengths_S)
-    own = sent(spans.lengths_S, device), sent(spans.places_T, device)
-    return Segments(lengths_S=own[0], longest=spans.longest, places_T=own[1])
+def _spans(lengths: list[int], device: torch.device) -> Segments:
+    spans = Segments.of(lengths)
+    lengths_S, places_T = sent(spans.lengths_S, device), sent(spans.places_T, device)
+    return Segments(lengths_S=lengths_S, longest=spans.longest, places_T=places_T)
 
 
 def _joined(parts: list[TeacherLogprobs | None], device: torch.device) -> TeacherLogprobs | None:

@@ -209,8 +209,8 @@ class Session:
         ranks, stop, observer = self._run.ranks, self._run.stop, self._run.observer
         next_step, state = step + 1, self._training.state()
         self._checkpoints.finished(next_step, state)
-        asked = observer.after_step(step, metrics)
-        requests = ranks.gather((stop.requested or 0, asked.save, asked.stop))
+        request = observer.after_step(step, metrics)
+        requests = ranks.gather((stop.requested or 0, request.save, request.stop))
         requested, asks_save, asks_stop = map(max, zip(*requests, strict=True))  # a later signal: next step
         is_due = self._checkpoints.is_due(next_step, self._training.config.num_steps)
         saves = bool(requested or asks_save or asks_stop or is_due)

@@ -189,8 +189,8 @@ class FineTuning(Training):
     def mean_loss(self) -> float:
         """Return the mean negative log-likelihood of the evaluation rows' learned tokens."""
         readings = self.learner.read(self._rows.evaluation())
-        own = Tally.of([-reading.logprob_C for reading in readings]) if readings else None
-        tallies = [tally for tally in self._ranks.gather(own) if tally is not None]
+        tally = Tally.of([-reading.logprob_C for reading in readings]) if readings else None
+        tallies = [tally for tally in self._ranks.gather(tally) if tally is not None]
         return sum(tally.total for tally in tallies) / sum(tally.count for tally in tallies)
 
     def evaluate(self, moment: str) -> tuple[dict[str, float], str]:

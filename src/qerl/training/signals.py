@@ -73,9 +73,9 @@ class StopSignal:
         """Return whether this signal is the first, and the first one's age in seconds.
 
         A handler may run within another: `setdefault` is one step, so only one of them is first."""
-        own = number, time.monotonic()
-        first = self._first.setdefault("signal", own)
-        return first is own, own[1] - first[1]
+        received = number, time.monotonic()
+        first = self._first.setdefault("signal", received)
+        return first is received, received[1] - first[1]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         is_first, age_s = self._note(number)

@@ -74,15 +74,15 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
     running = min(in_work * config.num_generations, engine.max_num_seqs)
     prompts = min(in_work, engine.max_num_seqs)
     pages = prompts * num_pages(prompt_tokens, engine.block_size)
-    kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
-    own = own_pages(prompt_tokens, max_tokens, engine.block_size)
-    pages += (kept + running) * own
+    num_branched = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
+    sample_pages = own_pages(prompt_tokens, max_tokens, engine.block_size)
+    pages += (num_branched + running) * sample_pages
     slots = prompts + running if config.algo.branching == "none" else config.num_prompts + running
     size = CacheSize.of(a, engine, dtype, slot_bytes=slot_bytes(a, compute), max_rows=engine.max_num_seqs)
     windowed = 0
     if size.window is not None:
-        windowed = prompts * size.window.prompt_pages(prompt_tokens) + kept * own
-        windowed += running * size.window.running_pages(own)
+        windowed = prompts * size.window.prompt_pages(prompt_tokens) + num_branched * sample_pages
+        windowed += running * size.window.running_pages(sample_pages)
     wanted = size.bytes_of(Space(pages + 1, windowed + 1, slots))
     return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
 
@@ -105,15 +105,15 @@ def microbatch_rows(config: RunConfig, prompt_tokens: int) -> int:
     num_groups = _num_groups(config)
     if group <= limit:
         return group * min(limit // group, num_groups)
-    most = space = 0
+    max_rows = space = 0
     for _ in range(num_groups):
         left = config.num_generations
         while left:
             space = space if space >= prompt_tokens + branch else limit
             count = min(max((space - prompt_tokens) // max(branch, 1), 1), left)
             space, left = space - prompt_tokens - count * branch, left - count
-            most = max(most, limit - space)
-    return most
+            max_rows = max(max_rows, limit - space)
+    return max_rows
 
 
 def _num_groups(config: RunConfig) -> int:
@@ -131,7 +131,7 @@ def memory_parts(
     step_tokens = config.num_prompts * (prompt_tokens + config.num_generations * config.sample.max_tokens)
     prefill_rows = min(config.engine.batched_tokens(is_mixture=a.mixture is not None), step_tokens)
     # The head's rows are freed before the layers' backward passes begin; the saved inputs stay all along.
-    kept = kept_bytes(a, form, learn, rows)
+    saved = kept_bytes(a, form, learn, rows)
     layers = layer_bytes(a, form, learn, rows) + unpacked_bytes(a, form, learn)
     layers += int8_bytes(a, form, learn, rows)
     head = head_bytes(a, form, learn, rows, has_divergence=config.distil.is_divergence)
@@ -154,7 +154,7 @@ def memory_parts(
         MemoryPart("prefill", pass_bytes(a, form, prefill_rows), "sampling"),
         *_teacher_parts(a, config, rows),
         MemoryPart("adapter's gradients", 4 * n, "learning"),
-        MemoryPart(f"activations saved for {rows} rows", kept, "learning"),
+        MemoryPart(f"activations saved for {rows} rows", saved, "learning"),
         MemoryPart(backward, max(layers, head), "learning"),
         MemoryPart("layer inputs", host_bytes(a, learn, rows), "on the host"),
     ]

@@ -25,7 +25,7 @@ from qerl.learner.plan.memory import (
 )
 from qerl.models.architecture import Architecture
 
-MOST_TOKENS = 65_536
+MAX_TOKENS = 65_536
 _ENOUGH_WORK = 5e13  # tokens * weights: 0.7 s of an H100
 _EVEN_TOKENS = 16_384
 
@@ -38,7 +38,7 @@ def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gp
     if config.learn.max_tokens_per_microbatch is not None:
         return config
     tokens, weights = config.learn.microbatch_tokens, num_weights(a)
-    while tokens < MOST_TOKENS:
+    while tokens < MAX_TOKENS:
         is_enough = tokens * weights >= _ENOUGH_WORK
         larger = with_fields(config, "learn", max_tokens_per_microbatch=2 * tokens)
         parts = memory_parts(a, larger, prompt_tokens, full_rows(larger, prompt_tokens))

@@ -166,11 +166,11 @@ def format_plan(
 def _what_fits(
     a: Architecture, config: RunConfig, as_run: RunConfig, prompt_tokens: int, gpu_bytes: float
 ) -> list[str]:
-    most = largest_settings(a, config, prompt_tokens, gpu_bytes)
-    rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
+    largest = largest_settings(a, config, prompt_tokens, gpu_bytes)
+    rank = f" or rank {largest.rank}," if config.adapter.kind == "lora" else ""
     lines = [
-        f"largest batch {most.num_prompts * config.num_generations} samples at once, or samples of"
-        f" {most.max_tokens} tokens,{rank} all other settings unchanged"
+        f"largest batch {largest.num_prompts * config.num_generations} samples at once, or samples of"
+        f" {largest.max_tokens} tokens,{rank} all other settings unchanged"
     ]
     if as_run.learn.microbatch_tokens > config.learn.microbatch_tokens:
         tokens = f"{as_run.learn.microbatch_tokens:,}"

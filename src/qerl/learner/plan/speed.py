@@ -204,7 +204,7 @@ def estimate_speed(
 
 
 def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, cached_tokens: float) -> float:
-    """Return the time of a decode step of so many samples that read so many tokens of the cache."""
+    """Return the time of a decode step of `running` samples that read `cached_tokens` of the cache."""
     bandwidth, matrix = _BANDWIDTH_SHARE * gpu.bytes_per_s, _MATRIX_SHARE * gpu.flop_per_s
     format = config.model.sampler_format or config.model.format
     stacks, read = counted_stacks(a), experts_read(a, running)

@@ -29,13 +29,7 @@ from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, Close, EnvironmentReply, Key, Messages, Reset, Score, Step
-from qerl.tasks.prompt import (
-    chat_reply_tokens,
-    join_messages,
-    plain_reply_tokens,
-    render_chat,
-    special_end,
-)
+from qerl.tasks.prompt import chat_reply_tokens, join_messages, plain_reply_tokens, render_chat, special_end
 from qerl.tasks.reward import Reward, resolve
 from qerl.tasks.scoring import Failure
 from qerl.training.engines.replayed_batch import (
@@ -52,8 +46,7 @@ Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
 _ENVIRONMENT = 3  # keeps these seeds apart from the tokens'
 _OTHER_REPLY = Failure(
-    "not deterministic",
-    "the environment's replies to the same answers differed when a branch replayed them",
+    "not deterministic", "the environment's replies to the same answers differed when a branch replayed them"
 )
 
 
@@ -107,7 +100,7 @@ class MultiTurnEngine(ReplayingEngine):
 
     def sample(self, request: GenerateRequest) -> tuple[list[Group], HistoriesPG]:
         episodes_P_G = self._new_episodes(request)
-        with self._begun(request, episodes_P_G):
+        with self._running_environments(request, episodes_P_G):
             opened_P = [self._opened(*pair) for pair in zip(request.prompts_P, episodes_P_G, strict=True)]
             groups_P = self._converse(request.with_prompts(opened_P), episodes_P_G)
         return groups_P, [[_History(e.opening, e.turns) for e in episodes_G] for episodes_G in episodes_P_G]
@@ -120,7 +113,7 @@ class MultiTurnEngine(ReplayingEngine):
             request, prompts_P=[parent.row for parent in parents], num_samples=num_branches
         )
         episodes_P_G = self._new_episodes(rows)
-        with self._begun(rows, episodes_P_G):
+        with self._running_environments(rows, episodes_P_G):
             self._replay(
                 [
                     (episode, parent.history, len(spans_before(parent)))
@@ -132,7 +125,7 @@ class MultiTurnEngine(ReplayingEngine):
         return joined_groups(parents, groups_P)
 
     @contextlib.contextmanager
-    def _begun(self, request: GenerateRequest, episodes_P_G: EpisodesPG) -> Iterator[None]:
+    def _running_environments(self, request: GenerateRequest, episodes_P_G: EpisodesPG) -> Iterator[None]:
         """Reset the environments, and close them when the block ends."""
         if request.step != self._step:
             self._step, self.waited_s = request.step, 0.0
@@ -140,8 +133,8 @@ class MultiTurnEngine(ReplayingEngine):
         resets: list[Reset] = []
         for prompt, episodes_G in zip(request.prompts_P, episodes_P_G, strict=True):
             row = prompt.columns | {"prompt": prompt.messages or prompt.text}
-            own_seed = mix(request.seed, _ENVIRONMENT, request.step, prompt.index)
-            resets += [Reset(episode.key, row, own_seed) for episode in episodes_G]
+            seed = mix(request.seed, _ENVIRONMENT, request.step, prompt.index)
+            resets += [Reset(episode.key, row, seed) for episode in episodes_G]
         try:
             for episode, reply in zip(all_episodes, self._play(resets), strict=True):
                 if isinstance(reply, Failure):
@@ -176,7 +169,7 @@ class MultiTurnEngine(ReplayingEngine):
         ]
 
     def _replay(self, triples: list[tuple[_Episode, _History, int]]) -> None:
-        """Play the first turns of each history, so many, in its episode."""
+        """Play the first turns of each history, as many as the number beside it, in its episode."""
         for episode, before, _ in triples:
             if episode.failure is None and episode.opening != before.opening:
                 episode.failure = _OTHER_REPLY

@@ -47,10 +47,7 @@ class Evaluation:
 
 
 def sample_and_score(
-    engine: RolloutEngine,
-    score: Score,
-    request: GenerateRequest,
-    notice: Callable[[str], None] | None = None,
+    engine: RolloutEngine, score: Score, request: GenerateRequest, notice: Callable[[str], None] | None = None
 ) -> tuple[list[Group], list[list[float | None]]]:
     """Return the samples of every prompt and their rewards. notice: gets the progress, at most every 15 s."""
     assert request.step == EVALUATION_STEP

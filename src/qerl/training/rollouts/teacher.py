@@ -60,10 +60,7 @@ class Teacher(Protocol):
 
 
 def load_teacher(
-    config: RunConfig,
-    student: Decoder,
-    tokenizer: PreTrainedTokenizerBase,
-    notice: Callable[[str], None],
+    config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerBase, notice: Callable[[str], None]
 ) -> Teacher:
     """Load config.distil.teacher; raise UserError if it has another vocabulary than the student."""
     distil = config.distil
@@ -177,9 +174,7 @@ class LocalTeacher:
     def _score_batch(self, decoder: Decoder, batch: PackedBatch) -> Iterator[TeacherLogprobs]:
         config = self._config
         head = head_of(
-            decoder,
-            temperature=config.sample.temperature,
-            chunk_tokens=config.learn.logprob_chunk_tokens,
+            decoder, temperature=config.sample.temperature, chunk_tokens=config.learn.logprob_chunk_tokens
         )
         # tables may have more rows than the vocabulary has tokens, and not the same number
         num_common = min(self._vocab_size, head.operand.shape[0])
