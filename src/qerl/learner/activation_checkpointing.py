@@ -86,9 +86,8 @@ class _CheckpointedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, h_TD, *masters):
         ctx.call = call
-        call.inputs.put(
-            call.layer_index, h_TD.detach()
-        )  # its autograd history would reference this call: a cycle
+        # With its autograd history the input would reference this call: a cycle.
+        call.inputs.put(call.layer_index, h_TD.detach())
         return call.run(h_TD.clone())
 
     @staticmethod
@@ -96,22 +95,16 @@ class _CheckpointedLayer(torch.autograd.Function):
         call, wanted = ctx.call, ctx.needs_input_grad[1:]
         h_TD = call.inputs.take(call.layer_index).requires_grad_(wanted[0])
         masters = [x for x, is_wanted in zip(call.layer.parameters(), wanted[1:], strict=True) if is_wanted]
-        find = _gradients_by_chunks if call.is_chunked(h_TD) else _gradients
         with torch.enable_grad(), call.context.linear_pass.repeating() as linear_pass:
-            dh_TD, *dmasters = find(call.within(linear_pass), h_TD, masters, dy_TD)
+            dh_TD, *dmasters = _gradients(call.within(linear_pass), h_TD, masters, dy_TD)
         gradients = iter(dmasters)
         return None, dh_TD, *(next(gradients) if is_wanted else None for is_wanted in wanted[1:])
 
 
 def _gradients(call: _Call, h_TD: Tensor, masters: list[Tensor], dy_TD: Tensor) -> list[Tensor | None]:
     """Return the gradients in h, None if it needs none, and in each master, None if it was not used."""
-    return _grad(call(h_TD), h_TD, masters, dy_TD)
-
-
-def _gradients_by_chunks(
-    call: _Call, h_TD: Tensor, masters: list[Tensor], dy_TD: Tensor
-) -> list[Tensor | None]:
-    """The same with the MLP chunked."""
+    if not call.is_chunked(h_TD):
+        return _grad(call(h_TD), h_TD, masters, dy_TD)
     mixed_TD = call.mix(h_TD)
     edge = get_gradient_edge(mixed_TD)
     mixed_TD = mixed_TD.detach()

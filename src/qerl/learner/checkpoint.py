@@ -202,25 +202,20 @@ def saved_steps(folder: Path) -> list[int]:
 
 def find_damage(path: Path) -> str | None:
     """Return what is wrong with a checkpoint, `optimizer.safetensors: checksum differs`, or None."""
+    name = MANIFEST
     try:
         sums = json.loads((path / MANIFEST).read_bytes())["sha256"]
-        missing = [name for name in _CONTENTS if name not in sums]
-    except FileNotFoundError:
-        return f"{MANIFEST}: missing"
-    except (ValueError, KeyError, TypeError):
-        return f"{MANIFEST}: unreadable"
-    except OSError as error:
-        return f"{MANIFEST}: {os.strerror(error.errno or errno.EIO)}"
-    if missing:
-        return f"{MANIFEST}: does not name {missing[0]}"
-    for name in _CONTENTS:
-        try:
+        if missing := [each for each in _CONTENTS if each not in sums]:
+            return f"{MANIFEST}: does not name {missing[0]}"
+        for name in _CONTENTS:
             if hashlib.sha256((path / name).read_bytes()).hexdigest() != sums[name]:
                 return f"{name}: checksum differs"
-        except FileNotFoundError:
-            return f"{name}: missing"
-        except OSError as error:
-            return f"{name}: {os.strerror(error.errno or errno.EIO)}"
+    except FileNotFoundError:
+        return f"{name}: missing"
+    except OSError as error:
+        return f"{name}: {os.strerror(error.errno or errno.EIO)}"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST}: unreadable"
     return None
 
 

@@ -86,13 +86,15 @@ class Update:
 
     results: list[MinibatchMetrics]
     """Metrics of this rank's batches."""
-    is_skipped: bool
-    """True if no rank had anything to learn."""
     norm: Tensor | None
-    """Norm before clipping, until the host has read it; None if skipped."""
+    """Norm before clipping; None if the update was skipped, as no rank had anything to learn."""
     grad_norm: float | None
-    """The same. None if nothing was applied: skipped, or not finite."""
+    """The same, once the host has read it. None if nothing was applied: skipped, or not finite."""
     learning_rate: float
+
+    @property
+    def is_skipped(self) -> bool:
+        return self.norm is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies
     tallies = to_host(measures)
     norms = [tallies[i, "norm"].total if (i, "norm") in tallies else math.nan for i in range(len(updates))]
     done = [
-        dataclasses.replace(u, norm=None, grad_norm=n if math.isfinite(n) else None)
+        dataclasses.replace(u, grad_norm=n if math.isfinite(n) else None)
         for u, n in zip(updates, norms, strict=True)
     ]
     applied = [
@@ -280,7 +282,7 @@ def sampling_metrics(tallies: Tallies) -> dict[str, float]:
         return {"learn_tokens": 0}
     metrics = {"learn_tokens": tallies["rows"].total, "entropy": tallies["entropy"].mean}
     if "sampler" in tallies:
-        metrics |= {"sampler_entropy": -tallies["sampler"].mean}
+        metrics["sampler_entropy"] = -tallies["sampler"].mean
     if "teacher_kl" in tallies:
         metrics["teacher_kl"] = tallies["teacher_kl"].mean
     for name in ("mismatch", "own_mismatch"):
@@ -290,8 +292,7 @@ def sampling_metrics(tallies: Tallies) -> dict[str, float]:
     if "expert_load" in tallies:
         metrics |= {"expert_load_max": tallies["expert_load"].max}
         metrics |= {"expert_load_min": -tallies["expert_idle"].max}
-        metrics |= {"expert_entropy": tallies["expert_entropy"].mean}
-    for name in ("route_changes", "route_change_rows"):
+    for name in ("expert_entropy", "route_changes", "route_change_rows"):
         if name in tallies:
             metrics[name] = tallies[name].mean
     for name in ("mismatch_early", "mismatch_late", "mismatch_sample"):

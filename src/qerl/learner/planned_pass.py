@@ -7,7 +7,7 @@ from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.attention.tree_attention import TreeLayout
 from qerl.kernels.head.logprob import chunked_logprob
 from qerl.kernels.runtime.nvrtc import KernelVariant, dry_run
-from qerl.learner.packed_forward import head_of
+from qerl.learner.forward import head_of
 from qerl.models.decoder import Attend, Decoder, Layer, RowContext, run_layer
 from qerl.models.delta_net import recur_over
 from qerl.types import Tree

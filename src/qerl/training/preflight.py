@@ -44,8 +44,7 @@ from qerl.tasks.scoring import Failure
 from qerl.tracking.atomic_file import finite, read_object
 from qerl.tracking.loggers import check_loggers
 from qerl.tracking.provenance import check_same_run, version
-from qerl.training.backend_limits import check_backend
-from qerl.training.policy import check_task, load_sampler, load_task
+from qerl.training.policy import check_backend, check_task, load_sampler, load_task
 from qerl.training.rollouts.rollout import sampling_of, step_request
 from qerl.types import Group, Prompt, Sample
 

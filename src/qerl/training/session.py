@@ -31,9 +31,9 @@ from qerl.tracking.trust import remember_started
 from qerl.training.base_judge import BaseJudge
 from qerl.training.calibrated import with_calibrated_base
 from qerl.training.compile_plan import compile_while_loading
-from qerl.training.engines.branchable import BranchingEngine
 from qerl.training.engines.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.engines.multi_turn import EnvironmentEpisodes, with_environment
+from qerl.training.engines.replayed_batch import BranchingEngine
 from qerl.training.loop import Parts, run
 from qerl.training.observer import Observer
 from qerl.training.planned_learner import planned_learner

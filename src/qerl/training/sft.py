@@ -32,11 +32,10 @@ from qerl.models.transformers_backend.backend import max_positions_of
 from qerl.tasks.rows import check_file, file_sources
 from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import NullJournal, StepLog
-from qerl.training.backend_limits import check_backend
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.planned_learner import planned_learner
-from qerl.training.policy import load_sampler
+from qerl.training.policy import check_backend, load_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.run_shell import EndStep, OpenRun, Session, Training, evaluates_after, open_run
 from qerl.training.signals import StopSignal

@@ -1,5 +1,6 @@
 """The table that `qerl plan` prints: memory by part, and the largest settings or the options that fit."""
 
+import bisect
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -131,11 +132,14 @@ def format_plan(
     calibration = _calibration(a, config.model)
     peak = max(peak_bytes(parts), calibration)
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
-    advice = (
-        _what_fits(a, config, as_run, prompt_tokens, gpu_gb * 1e9)
-        if fits
-        else _what_would_fit(a, config, prompt_tokens, gpu_gb * 1e9)
-    )
+    if fits:
+        advice = _what_fits(a, config, as_run, prompt_tokens, gpu_gb * 1e9)
+    elif options := options_that_fit(a, config, prompt_tokens, gpu_gb * 1e9):
+        advice = ["it fits with", *(f"  {line}" for line in options)]
+    else:
+        advice = [
+            "does not fit even with offload, small micro-batches, an FP8 KV cache and 32 samples at once"
+        ]
     lines = [
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
     ]
@@ -181,13 +185,6 @@ def _what_fits(
     return lines
 
 
-def _what_would_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
-    lines = options_that_fit(a, config, prompt_tokens, gpu_bytes)
-    if not lines:
-        return ["does not fit even with offload, small micro-batches, an FP8 KV cache and 32 samples at once"]
-    return ["it fits with", *(f"  {line}" for line in lines)]
-
-
 def _speed(
     gpu: Gpu, a: Architecture, config: RunConfig, prompt_tokens: int, mean_tokens: int | None
 ) -> list[str]:
@@ -207,8 +204,4 @@ def _speed(
 def _largest(limit: int, condition: Callable[[int], bool]) -> int:
     """Return the largest of 1..limit that meets the condition, 0 if none does. Every number below one that
     meets it must meet it too."""
-    low, high = 0, limit + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if condition(middle) else (low, middle)
-    return low
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not condition(number))

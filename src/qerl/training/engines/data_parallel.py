@@ -17,7 +17,7 @@ from qerl.engine.stats import Stats
 from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring
-from qerl.training.engines.branchable import Branchable, BranchingEngine
+from qerl.training.engines.replayed_batch import Branchable, BranchingEngine
 from qerl.types import GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, UnfinishedSample
 
 
@@ -66,7 +66,7 @@ class DataParallelBatch:
     """A sample is branched by the rank that sampled it, which has its pages and its history."""
 
     def __init__(self, batch: Branchable | None, ranks: Ranks, prompts_P: list[Prompt], num_done: int):
-        """batch: None if this rank has no prompts left. num_done: number of its prompts in earlier batches."""
+        """batch: None if this rank has no prompts left. num_done: its prompts in earlier batches."""
         self._batch, self._ranks, self._prompts_P = batch, ranks, prompts_P
         self._num_done, self.num_sampled = num_done, 0
         self._groups_P: list[Group] = []
@@ -79,12 +79,11 @@ class DataParallelBatch:
         places = ranks.share(list(range(len(self._prompts_P))))[self._num_done :][: self.num_sampled]
         packed_P = _packed_groups([self._prompts_P[place] for place in places], groups_P)
         of_ranks = ranks.gather(list(zip(places, packed_P, strict=True)))
-        by_place = {
-            place: (rank, index, each)
+        ordered = sorted(  # by place, of which each occurs once
+            (place, rank, index, each)
             for rank, of_rank in enumerate(of_ranks)
             for index, (place, each) in enumerate(of_rank)
-        }
-        ordered = [(place, *by_place[place]) for place in sorted(by_place)]
+        )
         self._owners_P = [(rank, index) for _, rank, index, _ in ordered]
         self._groups_P = [_unpacked_group(self._prompts_P[place], each) for place, _, _, each in ordered]
         return self._groups_P

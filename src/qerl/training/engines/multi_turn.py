@@ -50,29 +50,27 @@ _OTHER_REPLY = Failure(
 )
 
 
+@dataclasses.dataclass(slots=True)
+class _History:
+    """The messages and replies of a sample's environment."""
+
+    opening: Messages = dataclasses.field(default_factory=list)
+    turns: list[tuple[str, EnvironmentReply]] = dataclasses.field(default_factory=list)
+    """Those that another one follows."""
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class _Episode:
     """The state of one sample while it runs."""
 
     key: Key
     between: Between
-    opening: Messages = dataclasses.field(default_factory=list)
+    history: _History = dataclasses.field(default_factory=_History)
     messages: Messages = dataclasses.field(default_factory=list)
-    turns: list[tuple[str, EnvironmentReply]] = dataclasses.field(default_factory=list)
-    """Those that another one follows."""
     num_turns: int = 0
     reward: float | None = None
     failure: Failure | None = None
     is_truncated: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _History:
-    """The messages and replies of a sample's environment."""
-
-    opening: Messages
-    turns: list[tuple[str, EnvironmentReply]]
-    """The same as in _Episode."""
 
 
 EpisodesPG = list[list[_Episode]]
@@ -103,7 +101,7 @@ class MultiTurnEngine(ReplayingEngine):
         with self._running_environments(request, episodes_P_G):
             opened_P = [self._opened(*pair) for pair in zip(request.prompts_P, episodes_P_G, strict=True)]
             groups_P = self._converse(request.with_prompts(opened_P), episodes_P_G)
-        return groups_P, [[_History(e.opening, e.turns) for e in episodes_G] for episodes_G in episodes_P_G]
+        return groups_P, [[e.history for e in episodes_G] for episodes_G in episodes_P_G]
 
     def branch(
         self, parents: list[Parent], num_branches: int, request: GenerateRequest
@@ -140,7 +138,7 @@ class MultiTurnEngine(ReplayingEngine):
                 if isinstance(reply, Failure):
                     episode.failure = reply
                 else:
-                    episode.opening = reply.messages
+                    episode.history.opening = reply.messages
             yield
         finally:
             closed = self._play([Close(episode.key) for episode in all_episodes])
@@ -171,7 +169,7 @@ class MultiTurnEngine(ReplayingEngine):
     def _replay(self, triples: list[tuple[_Episode, _History, int]]) -> None:
         """Play the first turns of each history, as many as the number beside it, in its episode."""
         for episode, before, _ in triples:
-            if episode.failure is None and episode.opening != before.opening:
+            if episode.failure is None and episode.history.opening != before.opening:
                 episode.failure = _OTHER_REPLY
         for turn in range(max((num_turns for *_, num_turns in triples), default=0)):
             live = [(e, before) for e, before, num in triples if turn < num and e.failure is None]
@@ -180,7 +178,7 @@ class MultiTurnEngine(ReplayingEngine):
                 text, known = before.turns[turn]
                 if reply != known:
                     episode.failure = reply if isinstance(reply, Failure) else _OTHER_REPLY
-                episode.turns.append((text, known))
+                episode.history.turns.append((text, known))
                 episode.messages += [{"role": "assistant", "content": text}, *known.messages]
                 episode.num_turns += 1
                 if known.reward is not None:
@@ -209,9 +207,9 @@ class MultiTurnEngine(ReplayingEngine):
     def _opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
         """Return the prompt with the messages of reset, which must be equal for all of its samples."""
         live_G = [episode for episode in episodes_G if episode.failure is None]
-        opening = live_G[0].opening if live_G else []
+        opening = live_G[0].history.opening if live_G else []
         for episode in live_G:
-            if episode.opening != opening:
+            if episode.history.opening != opening:
                 message = "reset returned different messages for samples of the same prompt"
                 episode.failure = Failure("different messages", message)
         if not opening:
@@ -269,7 +267,7 @@ class MultiTurnEngine(ReplayingEngine):
             episode.is_truncated = True
             return None
         episode.messages += reply.messages
-        episode.turns.append((turn.text, reply))
+        episode.history.turns.append((turn.text, reply))
         return reply_T
 
 

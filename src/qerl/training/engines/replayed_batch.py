@@ -9,7 +9,7 @@ What an engine needs for it is the history of each sample, which it returns with
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from qerl.algo.seeds import mix
 from qerl.engine.sampling_engine import SamplingEngine
@@ -33,6 +33,26 @@ class Parent:
 
 
 HistoriesPG = list[list[Any]]
+
+
+class Branchable(Protocol):
+    """Samples of some prompts, and then branches of them."""
+
+    def sample(self) -> list[Group]: ...
+
+    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]: ...
+
+
+@runtime_checkable
+class BranchingEngine(Protocol):
+    """An engine that can branch its samples: single turns, environments, agents, ranks, Ray."""
+
+    stats: Stats
+    """Sum over all batches, after branch_batches."""
+
+    def branch_batches(self, request: GenerateRequest) -> Iterator[Branchable]:
+        """Yield batches that together have the samples of all prompts."""
+        ...
 
 
 class ReplayingEngine(RolloutEngine, Protocol):

@@ -17,7 +17,7 @@ from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
 from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
 from qerl.tracking import StepLog
-from qerl.training.engines.branchable import BranchingEngine
+from qerl.training.engines.replayed_batch import BranchingEngine
 from qerl.training.rollouts.rollout import (
     Rewards,
     TrainPrompts,

@@ -25,9 +25,9 @@ from qerl.engine.engine import Engine
 from qerl.errors import require
 from qerl.kernels.head.divergence import top_outcomes
 from qerl.learner.checkpoint import OPTIMIZER, adapter_folder
+from qerl.learner.forward import head_of, packed_hidden
 from qerl.learner.minibatch import MinibatchPart
 from qerl.learner.oom_retry import OomRetry
-from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.packing import PackedBatch
 from qerl.models.checkpoint.source import Checkpoint, ModelSource, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
