@@ -12,8 +12,7 @@ from qerl.config import ModelConfig
 from qerl.cost.operands import operand_cache_bytes
 from qerl.learner.packing import pack
 from qerl.learner.plan import memory as plan
-from qerl.learner.plan.memory import form_of, full_rows, microbatch_rows
-from qerl.learner.plan.microbatch import MAX_TOKENS, with_microbatches
+from qerl.learner.plan.memory import MAX_TOKENS, form_of, full_rows, microbatch_rows, with_microbatches
 from qerl.models.random_weights import shape
 from qerl.training import planned_learner
 from qerl.types import Group

@@ -98,13 +98,6 @@ def snapshot(
     return Snapshot(next_step=next_step, contents={name: contents[name] for name in _CONTENTS})
 
 
-def save(
-    folder: Path, learner: Learner, *, next_step: int, keep: int, extra: dict[str, Any] | None = None
-) -> Path:
-    """Save the state before `next_step` and keep only the newest `keep` checkpoints. `extra` is JSON."""
-    return write(folder, snapshot(learner, next_step=next_step, extra=extra), keep=keep)
-
-
 def write(folder: Path, state: Snapshot, *, keep: int) -> Path:
     """Write a checkpoint and keep only the newest `keep`; raise CheckpointError if the disk refuses it."""
     name = f"step-{state.next_step:06d}"
@@ -168,8 +161,7 @@ def latest_described_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str,
 def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest intact checkpoint (None if the folder has none) and a notice for each damaged one.
 
-    Raise CheckpointError if all are damaged: only the user may decide to start over.
-    """
+    Raise CheckpointError if all are damaged: only the user may decide to start over."""
     paths, notices = _newest_first(folder), []
     for path in paths:
         damage = find_damage(path)

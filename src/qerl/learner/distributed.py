@@ -133,8 +133,7 @@ def join_ranks(
     """Join the ranks that torchrun started; `device` is ModelConfig's, resolved.
 
     A failure of one rank ends all: the first one reports the reason, once per host. A rank that is silent for
-    timeout_s has failed.
-    """
+    timeout_s has failed."""
     if int(environment.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
@@ -195,7 +194,7 @@ def _with_reason(store: Store, error: RankLost) -> RankLost:
 
 
 def _is_done(work: Any, interval: timedelta) -> bool:
-    """Wait so long for a collective; return False if it is under way still."""
+    """Wait this long for a collective; return False if it is still running."""
     try:
         work.wait(interval)
     except RuntimeError:

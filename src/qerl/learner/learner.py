@@ -325,10 +325,8 @@ class Learner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int]:
         """Return what `load` takes, in host memory."""
-        adapter, optimizer = (
-            {name: tensor.cpu() for name, tensor in tensors.items()}
-            for tensors in (self.adapter_state(), self.optimizer_state())
-        )
+        states = self.adapter_state(), self.optimizer_state()
+        adapter, optimizer = ({name: x.cpu() for name, x in state.items()} for state in states)
         return adapter, optimizer, self.version, self.micro_tokens
 
     def load(

@@ -156,11 +156,6 @@ def added(tallies: list[Tallies]) -> Tallies:
     return {name: reduce(Tally.__add__, [t[name] for t in tallies if name in t]) for name in names}
 
 
-def num_rows(first: list[BatchMetrics]) -> Tallies:
-    rows = Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0)
-    return {"rows": rows} if first else {}
-
-
 def sampling_measures(first: list[BatchMetrics]) -> DeviceTallies:
     """Compare learner and sampler, from the step's first pass."""
     if not first:
@@ -236,24 +231,19 @@ def update_measures(update: Update) -> DeviceTallies:
 def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies, list[Update]]:
     """Wait for the device, once. Return the tallies of the first pass and of the applied updates, and the
     updates with their norms."""
-    measures: dict[tuple[int | str, str], DeviceTally] = {
-        ("", name): x for name, x in sampling_measures(first).items()
-    }
-    for i, update in enumerate(updates):
-        measures |= {(i, name): x for name, x in update_measures(update).items()}
-    tallies = to_host(measures)
-    norms = [tallies[i, "norm"].total if (i, "norm") in tallies else math.nan for i in range(len(updates))]
+    passes = [sampling_measures(first), *map(update_measures, updates)]
+    tallies = to_host({(i, name): x for i, measures in enumerate(passes) for name, x in measures.items()})
+    first_pass, *by_update = (
+        {name: tally for (at, name), tally in tallies.items() if at == i} for i in range(len(passes))
+    )
+    norms = [each["norm"].total if "norm" in each else math.nan for each in by_update]
     done = [
         dataclasses.replace(u, grad_norm=n if math.isfinite(n) else None)
         for u, n in zip(updates, norms, strict=True)
     ]
-    applied = [
-        {name: tally for (at, name), tally in tallies.items() if at == i}
-        for i, update in enumerate(done)
-        if update.grad_norm is not None
-    ]
-    first_pass = {name: tally for (at, name), tally in tallies.items() if at == ""}
-    return num_rows(first) | first_pass | added(applied), done
+    applied = [each for each, u in zip(by_update, done, strict=True) if u.grad_norm is not None]
+    rows = {"rows": Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0)} if first else {}
+    return rows | first_pass | added(applied), done
 
 
 def _by_length(readings: list[BatchMetrics]) -> DeviceTallies:

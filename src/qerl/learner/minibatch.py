@@ -151,8 +151,5 @@ def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list
 
 
 def _has_gradient(group: Group, config: RunConfig) -> bool:
-    return (
-        config.algo.beta > 0
-        or config.distil.is_on
-        or any(sample.advantage != 0 for sample in group.samples_G)
-    )
+    has_advantage = any(sample.advantage != 0 for sample in group.samples_G)
+    return config.algo.beta > 0 or config.distil.is_on or has_advantage

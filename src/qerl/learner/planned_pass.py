@@ -20,8 +20,7 @@ def pass_kernels(decoder: Decoder, *, chunk_tokens: int) -> list[KernelVariant]:
     the sum of a prompt's gradients.
 
     decoder: without memory (models/meta_decoder.py), of layers with dense MLPs; none are listed for others.
-    chunk_tokens: learn.logprob_chunk_tokens.
-    """
+    chunk_tokens: learn.logprob_chunk_tokens."""
     if any(kind.mlp != "dense" for kind in decoder.architecture.kinds):
         return []
     positions_T = torch.arange(_ROWS, device=decoder.device)

@@ -99,7 +99,8 @@ def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase
 
 
 def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> None:
-    """max_prompt_tokens: `load_tokenizer_and_limit`'s; option: the name that the user gave max_tokens by."""
+    """Raise UserError if max_tokens leave no position for a prompt. max_prompt_tokens: of
+    load_tokenizer_and_limit; option: the user's name for max_tokens."""
     positions = f"{max_prompt_tokens + max_tokens} positions, prompt included"
     require(max_prompt_tokens > 0, f"{option} is {max_tokens}, but the model has only {positions}: lower it")
 

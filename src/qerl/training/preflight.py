@@ -120,7 +120,7 @@ class Preflight:
         yield "ok", f"the run uses {model.device}, computes in {model.dtype}", {"device": model.device}
 
     def kernels(self) -> Outcomes:
-        """Say what `kernel_obstacle` says of this device; of the model, `model` does, where it differs."""
+        """Report the obstacle of this device; `model` reports that of the model where it differs."""
         self._of_device = self._kernels(NO_KERNELS if self._chosen_kernels == "torch" else None)
         yield self._of_device
 

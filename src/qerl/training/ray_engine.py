@@ -323,8 +323,8 @@ def _key(request: GenerateRequest) -> tuple[int, tuple[int, ...]]:
 
 def with_round(before: dict[str, float], of_workers: list[dict[str, float]]) -> dict[str, float]:
     """Add metrics of workers that ran at the same time: the longest of their seconds, the sum of all else."""
-    merged = {
-        name: (max if name.endswith("_s") else sum)(each[name] for each in of_workers)
-        for name in of_workers[0]
-    }
-    return before | {name: before.get(name, 0.0) + value for name, value in merged.items()}
+    merged = dict(before)
+    for name in of_workers[0]:
+        combine = max if name.endswith("_s") else sum
+        merged[name] = before.get(name, 0.0) + combine(each[name] for each in of_workers)
+    return merged

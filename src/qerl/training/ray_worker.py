@@ -29,7 +29,7 @@ from qerl.types import GenerateRequest, Prompt, Sample
 
 
 class Episodes(Protocol):
-    """Whatever makes episodes of an engine's samples, with a process that is started before the model."""
+    """Maker of episodes of an engine's samples; its process is started before the model is loaded."""
 
     def engine(self, engine: SamplingEngine) -> ReplayingEngine: ...
 
@@ -102,13 +102,10 @@ class Worker:
     def sample(self, policy: PublishedPolicy, request: GenerateRequest) -> Sampled:
         with self._sampling_by(policy, request.step) as loaded:
             groups_P, histories_P_G = loaded.engine.sample(request)
-        is_branched = self._config.algo.branching != "none"
         pairs = zip(groups_P, request.prompts_P, strict=True)
-        return self._sampled(
-            [(None if g.prompt is prompt else g.prompt, g.samples_G) for g, prompt in pairs],
-            policy,
-            histories_P_G if is_branched else [],
-        )
+        sampled_P = [(None if g.prompt is prompt else g.prompt, g.samples_G) for g, prompt in pairs]
+        is_branched = self._config.algo.branching != "none"
+        return self._sampled(sampled_P, policy, histories_P_G if is_branched else [])
 
     def branch(
         self, policy: PublishedPolicy, parents: list[Parent], num_branches: int, request: GenerateRequest

@@ -125,8 +125,8 @@ class RunCheckpoints:
         checkpoint.write((place or self._folder) / "checkpoints", state, keep=self._config.keep)
 
     def save_finished(self) -> None:
-        """Save the last finished step, in the middle of the next one: another rank is lost. Once the next
-        step has changed the adapter, the newest checkpoint has to do."""
+        """Save the last finished step after another rank was lost in the next one. If that one has changed
+        the adapter already, nothing is saved."""
         if self._finished is None or not self._ranks.is_first:
             return
         next_step, version, num_applied, extra = self._finished

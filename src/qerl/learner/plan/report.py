@@ -18,8 +18,8 @@ from qerl.learner.plan.memory import (
     peak_bytes,
     resolve_checkpointing,
     with_fields,
+    with_microbatches,
 )
-from qerl.learner.plan.microbatch import with_microbatches
 from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
@@ -118,8 +118,7 @@ def format_plan(
     """Return a table of the parts, the peak, and what fits or which options make it fit; and whether it fits.
 
     A share of the memory stays free, as in a run: 1 - USABLE_SHARE. gpu: also estimate the speed on it, for
-    samples of mean_tokens tokens, by default the longest.
-    """
+    samples of mean_tokens tokens, by default the longest."""
     a = read_architecture(model, config.model.backend)
     if prompt_tokens + config.sample.max_tokens > a.max_positions:
         raise UserError(

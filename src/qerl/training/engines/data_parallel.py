@@ -138,8 +138,8 @@ class DataParallelRewards:
 
 
 class DataParallelScoring:
-    """A Scoring of each rank: of the groups that it was given while it sampled, and of its share of those
-    that no rank was."""
+    """A Scoring of each rank: it scores the groups that were added while the rank sampled, and its share of
+    the groups that no rank has added."""
 
     def __init__(self, scoring: Scoring, ranks: Ranks):
         self._scoring, self._ranks = scoring, ranks

@@ -72,6 +72,10 @@ class _Episode:
     failure: Failure | None = None
     is_truncated: bool = False
 
+    def add_reward(self, reply: EnvironmentReply) -> None:
+        if reply.reward is not None:
+            self.reward = (self.reward or 0.0) + reply.reward
+
 
 EpisodesPG = list[list[_Episode]]
 
@@ -181,8 +185,7 @@ class MultiTurnEngine(ReplayingEngine):
                 episode.history.turns.append((text, known))
                 episode.messages += [{"role": "assistant", "content": text}, *known.messages]
                 episode.num_turns += 1
-                if known.reward is not None:
-                    episode.reward = (episode.reward or 0.0) + known.reward
+                episode.add_reward(known)
 
     def _score(self, episodes: list[_Episode]) -> None:
         """Add what the environments give to whole episodes."""
@@ -191,8 +194,8 @@ class MultiTurnEngine(ReplayingEngine):
         for episode, reply in zip(live, scores, strict=True):
             if isinstance(reply, Failure):
                 episode.failure = reply
-            elif reply.reward is not None:
-                episode.reward = (episode.reward or 0.0) + reply.reward
+            else:
+                episode.add_reward(reply)
 
     def _play(self, calls: Sequence[Call]) -> list[EnvironmentReply | Failure]:
         start_s = time.perf_counter()
@@ -250,8 +253,7 @@ class MultiTurnEngine(ReplayingEngine):
         if reply is None or isinstance(reply, Failure):
             episode.failure = episode.failure or reply
             return None
-        if reply.reward is not None:
-            episode.reward = (episode.reward or 0.0) + reply.reward
+        episode.add_reward(reply)
         if reply.is_done or episode.num_turns == self._config.max_turns:
             episode.messages += reply.messages
             return None

@@ -72,8 +72,8 @@ class ReplayingEngine(RolloutEngine, Protocol):
         ...
 
     def generate(self, request: GenerateRequest, *, on_burst: OnBurst | None = None) -> list[Group]:
-        """Return the samples of each prompt, of which none will be branched. on_burst is not called: what a
-        sample is shows at its end."""
+        """Return the samples of each prompt; none of them will be branched. on_burst is not called: a sample
+        is complete only when its episode has ended."""
         return self.sample(request)[0]
 
     def branch_batches(self, request: GenerateRequest) -> "Iterator[ReplayedBatch]":
@@ -142,8 +142,7 @@ class SingleTurns(ReplayingEngine):
         self.stats, stopping = self._engine.stats, self._engine.stopping(request.sampling.stop)
         branches_P_G = joined_groups(parents, groups)
         return [
-            [dataclasses.replace(branch, text=stopping.text(branch.tokens_T)) for branch in branches_G]
-            for branches_G in branches_P_G
+            [dataclasses.replace(b, text=stopping.text(b.tokens_T)) for b in each] for each in branches_P_G
         ]
 
 
@@ -173,10 +172,8 @@ def spans_before(parent: Parent) -> list[range]:
 
 def joined_groups(parents: list[Parent], groups: list[Group]) -> list[list[Sample]]:
     """Return each parent's branches, its tokens before the pivot included."""
-    return [
-        [_joined(parent, sample) for sample in group.samples_G]
-        for parent, group in zip(parents, groups, strict=True)
-    ]
+    pairs = zip(parents, groups, strict=True)
+    return [[_joined(parent, sample) for sample in group.samples_G] for parent, group in pairs]
 
 
 def _joined(parent: Parent, sample: Sample) -> Sample:

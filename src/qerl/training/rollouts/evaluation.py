@@ -115,7 +115,7 @@ def greedy(sampling: Sampling) -> Sampling:
 
 
 def held_out_text(figures: dict[str, float], moment: str, *, temperature: float, num_prompts: int) -> str:
-    """Return the console's line; a reward that is the accuracy is not said twice."""
+    """Return the console's line; a reward that equals the accuracy is left out."""
     pairs = [("accuracy", "greedy"), ("reward", "greedy_reward")]
     values = {name: (figures.get(name), figures.get(best)) for name, best in pairs if name in figures}
     if values.get("accuracy") == values.get("reward"):

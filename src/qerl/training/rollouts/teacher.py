@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -165,11 +166,9 @@ class LocalTeacher:
             return [[] for _ in groups]
         part = MinibatchPart([(group, [1.0] * len(group.samples_G)) for group in groups], self._device)
         with torch.no_grad(), self.policy() as decoder:
-            scores = iter(self._oom_retry.run(part, lambda batches: self._score_all(decoder, batches)))
+            score_batch = partial(self._score_batch, decoder)
+            scores = iter(self._oom_retry.run(part, lambda batches: [*chain(*map(score_batch, batches))]))
         return [[_finite(next(scores)) for _ in group.samples_G] for group in groups]
-
-    def _score_all(self, decoder: Decoder, batches: Sequence[PackedBatch]) -> list[TeacherLogprobs]:
-        return [each for batch in batches for each in self._score_batch(decoder, batch)]
 
     def _score_batch(self, decoder: Decoder, batch: PackedBatch) -> Iterator[TeacherLogprobs]:
         config = self._config
@@ -192,10 +191,7 @@ class LocalTeacher:
         for own_C, ids_CK, outcomes_CX in zip(
             *(t.cpu().split(lengths) for t in (logprob_C, outcomes.ids_CK, outcomes.logprobs_CX)), strict=True
         ):
-            if config.distil.is_divergence:
-                yield TeacherLogprobs(own_C, ids_CK, outcomes_CX)
-            else:
-                yield TeacherLogprobs(own_C)
+            yield TeacherLogprobs(own_C, *((ids_CK, outcomes_CX) if config.distil.is_divergence else ()))
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[RolloutEngine]:
