@@ -58,15 +58,15 @@ def _line(shape: str, a: Architecture, gpu: Gpu) -> list[str] | None:
     config = _fitting(a, gpu)
     if config is None:
         return None
-    most = largest_settings(a, config, PROMPT_TOKENS, gpu.memory_gb * 1e9)
-    num_prompts = min(most.num_prompts, MAX_BATCH // GROUP)
+    largest = largest_settings(a, config, PROMPT_TOKENS, gpu.memory_gb * 1e9)
+    num_prompts = min(largest.num_prompts, MAX_BATCH // GROUP)
     full = _config(num_prompts, config.learn.microbatch_tokens)
     full = resolve_checkpointing(a, full, PROMPT_TOKENS, gpu.memory_gb * 1e9)
     speed = estimate_speed(gpu, a, full, prompt_tokens=PROMPT_TOKENS, mean_tokens=SAMPLE_TOKENS)
     return [
         shape,
         f"{GROUP * num_prompts}",
-        f"{most.max_tokens:,}",
+        f"{largest.max_tokens:,}",
         full.learn.gradient_checkpointing,
         f"{full.learn.microbatch_tokens:,}",
         f"{speed.sampled_tokens_per_s:,.0f}",

@@ -55,15 +55,15 @@ def kernels_of(cubin: bytes) -> dict[str, KernelUse]:
         if attribute in (_REGISTERS, _FRAME):
             symbol, value = struct.unpack("<II", body)
             by_symbol[attribute, symbol] = value
-    found = {}
+    kernels = {}
     for section, (info, code) in sections.items():
         if section.startswith(".text."):
             name, symbol = section.removeprefix(".text."), info & 0xFFFFFF
             registers, frame = by_symbol[_REGISTERS, symbol], by_symbol[_FRAME, symbol]
             shared = _static_shared(cubin, sections, name)
             threads, split = _most_threads(sections, name), _split_copies(code)
-            found[name] = KernelUse(name, registers, frame, shared, threads, split)
-    return found
+            kernels[name] = KernelUse(name, registers, frame, shared, threads, split)
+    return kernels
 
 
 def _split_copies(code: bytes) -> int:
@@ -77,11 +77,11 @@ def _sections(cubin: bytes) -> dict[str, tuple[int, bytes]]:
     start, size, count, names_index = header[5], header[10], header[11], header[12]
     rows = [struct.unpack_from(_SECTION, cubin, start + i * size) for i in range(count)]
     names = rows[names_index][4]
-    found = {}
+    records = {}
     for name, kind, _, _, offset, length, _, info, *_ in rows:
         text = cubin[names + name : cubin.index(b"\0", names + name)].decode()
-        found[text] = (info, bytes(length) if kind == 8 else cubin[offset : offset + length])
-    return found
+        records[text] = (info, bytes(length) if kind == 8 else cubin[offset : offset + length])
+    return records
 
 
 def _records(section: bytes) -> Iterator[tuple[int, bytes]]:

@@ -65,12 +65,12 @@ def bench_guesses(options: GuessesOptions) -> None:
     ms = step_ms_by_rows()
     for name in options.tasks:
         groups = sampled(options, name)
-        for most in options.num_guesses:
-            counts = [count for group in groups for count in verifications(*group, most)]
+        for max_guesses in options.num_guesses:
+            counts = [count for group in groups for count in verifications(*group, max_guesses)]
             guessed, accepted = (sum(each) for each in zip(*counts, strict=True))
             per_step = 1 + accepted / len(counts)
-            gains = {rows: round(per_step * gain_of(ms, rows, most), 3) for rows in _ROWS}
-            row = {"bench": "guesses", "task": name, "num_guesses": most, "guessed": guessed}
+            gains = {rows: round(per_step * gain_of(ms, rows, max_guesses), 3) for rows in _ROWS}
+            row = {"bench": "guesses", "task": name, "num_guesses": max_guesses, "guessed": guessed}
             row |= {"accepted": round(accepted / max(guessed, 1), 3), "tokens_per_step": round(per_step, 3)}
             print(json.dumps(row | {"tokens": len(counts) + accepted, "gain_by_rows": gains}), flush=True)
 
@@ -107,7 +107,7 @@ class Text:
             for start in range(len(tokens_T) - length + 1):
                 self._starts.setdefault(tuple(tokens_T[start : start + length]), []).append(start)
 
-    def after(self, run: tuple[int, ...], num_tokens: int, most: int) -> list[int]:
+    def after(self, run: tuple[int, ...], num_tokens: int, max_guesses: int) -> list[int]:
         """Return up to `most` tokens after the run's latest place among the first num_tokens; none if it is
         not followed by any."""
         starts = self._starts.get(run, ())
@@ -115,20 +115,20 @@ class Text:
         if not known:
             return []
         first = starts[known - 1] + len(run)
-        return self.tokens_T[first : min(first + most, num_tokens)]
+        return self.tokens_T[first : min(first + max_guesses, num_tokens)]
 
 
 def verifications(
-    prompt_T: list[int], earlier: list[list[int]], samples: list[list[int]], most: int
+    prompt_T: list[int], earlier: list[list[int]], samples: list[list[int]], max_guesses: int
 ) -> Iterator[tuple[int, int]]:
     """Yield (guessed, accepted) of each verification of each sample; its siblings are as long as it is."""
     before, alone = [Text(tokens_T) for tokens_T in earlier], [Text(sample) for sample in samples]
     for index, sample in enumerate(samples):
-        own, siblings = Text(prompt_T + sample), [s for other, s in enumerate(alone) if other != index]
+        current, siblings = Text(prompt_T + sample), [s for other, s in enumerate(alone) if other != index]
         done = 0
         while done < len(sample):
             sources = [(text, len(text.tokens_T)) for text in before] + [(text, done) for text in siblings]
-            guesses = guess(own, len(prompt_T) + done, sources, most)
+            guesses = guess(current, len(prompt_T) + done, sources, max_guesses)
             room = len(sample) - done - 1  # the last token is sampled in any case
             accepted = 0
             while accepted < min(len(guesses), room) and guesses[accepted] == sample[done + accepted]:
@@ -137,16 +137,16 @@ def verifications(
             done += accepted + 1
 
 
-def guess(own: Text, num_tokens: int, sources: list[tuple[Text, int]], most: int) -> list[int]:
+def guess(sample: Text, num_tokens: int, sources: list[tuple[Text, int]], max_guesses: int) -> list[int]:
     """Return up to `most` tokens that followed the longest suffix of own's first num_tokens, in itself or in
     the first tokens of a source; later sources first."""
     for length in _SUFFIX_TOKENS:
         if num_tokens < length:
             continue
-        suffix = tuple(own.tokens_T[num_tokens - length : num_tokens])
-        for text, known in ((own, num_tokens), *reversed(sources)):
-            if found := text.after(suffix, known, most):
-                return found
+        suffix = tuple(sample.tokens_T[num_tokens - length : num_tokens])
+        for text, known in ((sample, num_tokens), *reversed(sources)):
+            if guesses := text.after(suffix, known, max_guesses):
+                return guesses
     return []
 
 
@@ -155,8 +155,8 @@ def step_ms_by_rows() -> dict[int, float]:
     case = {"bench": "decode", "shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "lora_rank": 32, "kv": "bf16"}
     case |= {"head": "bf16", "noise_sigma": 0.0, "group_size": 1}
     rows = read_rows(ROOT / RESULTS)
-    found = [row for row in rows if all(row.get(name) == value for name, value in case.items())]
-    return {row["batch"]: row["step_ms"] for row in found}  # the newest are last
+    matching = [row for row in rows if all(row.get(name) == value for name, value in case.items())]
+    return {row["batch"]: row["step_ms"] for row in matching}  # the newest are last
 
 
 def gain_of(ms_by_rows: dict[int, float], rows: int, num_guesses: int) -> float:

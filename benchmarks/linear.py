@@ -108,8 +108,8 @@ def _row(
         least_ms = linear_floor_ms(limit, architecture, bytes_per_weight=num_bytes, rank=rank, batch=batch)
         fraction = round(least_ms / times.ms, 4)
     key = {"bench": "linear", "shape": shape_name, "batch": batch, "provider": name, "lora_rank": rank}
-    measured = {k: round(v, 5) for k, v in dataclasses.asdict(times).items()}
-    return key | measured | {"floor_fraction": fraction}
+    figures = {k: round(v, 5) for k, v in dataclasses.asdict(times).items()}
+    return key | figures | {"floor_fraction": fraction}
 
 
 def linear_floor_ms(

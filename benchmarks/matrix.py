@@ -56,7 +56,7 @@ _META, _PAGE, _PAGES = torch.device("meta"), 16, 128
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _MIXTURES = ((32, 4), (128, 8))  # experts, chosen: gpt-oss-20b and Qwen3-30B-A3B
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
-_MOST_LOCAL_BYTES = {  # measured so
+_MAX_LOCAL_BYTES = {  # measured so
     "nvfp4_decode.cu": 16,
     "head_sample.cu": 40,
     "gated_delta_chunks.cu": 8,
@@ -104,7 +104,7 @@ def print_matrix(options: MatrixOptions) -> None:
 
 
 def _table(cards: list[CudaArchitecture], uses: dict[str, dict[KernelVariant, KernelUse]]) -> Iterator[str]:
-    kernels = sorted({(variant.file, variant.name) for own in uses.values() for variant in own})
+    kernels = sorted({(variant.file, variant.name) for compiled in uses.values() for variant in compiled})
     yield " | ".join(("| file: kernel", *(card.name for card in cards))) + " |"
     yield " --- ".join("|" * (len(cards) + 2))
     for file, name in kernels:
@@ -115,24 +115,25 @@ def _table(cards: list[CudaArchitecture], uses: dict[str, dict[KernelVariant, Ke
 def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[KernelVariant]:
     every = (*learner_variants(card), *mixture_variants(card), *portable_variants(card))
     deltas = (delta_variants(shape("qwen3.5-9b"), card, rows) for rows in (1, 64))
-    found = dict.fromkeys((*every, *itertools.chain(*deltas)))
+    names = dict.fromkeys((*every, *itertools.chain(*deltas)))
     kinds: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
     for model, rows, kv in itertools.product(options.shapes, options.rows, kinds):
         step = decode_variants(
             shape(model), card, rows, rank=options.lora_rank, kv=kv, heads=(BF16, FP8, NVFP4Head)
         )
-        found |= dict.fromkeys(step)
-    return list(found)
+        names |= dict.fromkeys(step)
+    return list(names)
 
 
 def _cell(uses: dict[KernelVariant, KernelUse], card: CudaArchitecture, file: str, name: str) -> str:
-    own = {variant: use for variant, use in uses.items() if (variant.file, variant.name) == (file, name)}
-    if not own:
+    compiled = {variant: use for variant, use in uses.items() if (variant.file, variant.name) == (file, name)}
+    if not compiled:
         return "-"
-    shared = [(use.shared_bytes + variant.shared_bytes) / 1024 for variant, use in own.items()]
-    ctas = [resident(variant, use, card) for variant, use in own.items()]
-    spilled = max(use.local_bytes for use in own.values())
-    cell = f"{_range(use.registers for use in own.values())}; {_range(map(round, shared))} KB; {_range(ctas)}"
+    shared = [(use.shared_bytes + variant.shared_bytes) / 1024 for variant, use in compiled.items()]
+    ctas = [resident(variant, use, card) for variant, use in compiled.items()]
+    spilled = max(use.local_bytes for use in compiled.values())
+    registers = _range(use.registers for use in compiled.values())
+    cell = f"{registers}; {_range(map(round, shared))} KB; {_range(ctas)}"
     return cell + (f"; spills {spilled} bytes" if spilled else "")
 
 
@@ -149,8 +150,8 @@ def measure(
     sources = list(dict.fromkeys((each.file, each.defines) for each in variants))
     with ThreadPoolExecutor(workers) as pool:
         cubins = pool.map(lambda source: cached_cubin(source[0], dict(source[1]), card.name), sources)
-        found = {source: kernels_of(cubin) for source, cubin in zip(sources, cubins, strict=True)}
-    return {each: found[each.file, each.defines][each.name] for each in variants}
+        kernels = {source: kernels_of(cubin) for source, cubin in zip(sources, cubins, strict=True)}
+    return {each: kernels[each.file, each.defines][each.name] for each in variants}
 
 
 def resident(variant: KernelVariant, use: KernelUse, card: CudaArchitecture) -> int:
@@ -160,19 +161,21 @@ def resident(variant: KernelVariant, use: KernelUse, card: CudaArchitecture) -> 
 def faults(variant: KernelVariant, use: KernelUse, card: CudaArchitecture) -> list[str]:
     """Return why a kernel cannot be launched on the card, or is slower than it should be."""
     what = f"{variant.file} {variant.name} {dict(variant.defines)} on {card.name}:"
-    found, shared = [], use.shared_bytes + variant.shared_bytes
-    if use.local_bytes > _MOST_LOCAL_BYTES.get(variant.file, 0):
-        found.append(f"{what} {use.local_bytes} bytes of a thread do not fit its registers")
+    problems, shared = [], use.shared_bytes + variant.shared_bytes
+    if use.local_bytes > _MAX_LOCAL_BYTES.get(variant.file, 0):
+        problems.append(f"{what} {use.local_bytes} bytes of a thread do not fit its registers")
     if use.split_copies:
-        found.append(f"{what} {use.split_copies} copies have a shared address that NVRTC may encode wrongly")
+        problems.append(
+            f"{what} {use.split_copies} copies have a shared address that NVRTC may encode wrongly"
+        )
     if shared > card.shared_bytes:
-        found.append(f"{what} {shared} bytes of shared memory; a CTA has {card.shared_bytes}")
+        problems.append(f"{what} {shared} bytes of shared memory; a CTA has {card.shared_bytes}")
     if use.most_threads is not None and variant.threads > use.most_threads:
-        found.append(f"{what} {variant.threads} threads; it is compiled for {use.most_threads}")
+        problems.append(f"{what} {variant.threads} threads; it is compiled for {use.most_threads}")
     needed = dict(variant.defines)["CTAS"] if variant.file in _WAITING else 1
     if shared <= card.shared_bytes and resident(variant, use, card) < needed:
-        found.append(f"{what} {resident(variant, use, card)} CTAs at once; it needs {needed}")
-    return found
+        problems.append(f"{what} {resident(variant, use, card)} CTAs at once; it needs {needed}")
+    return problems
 
 
 def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
@@ -251,13 +254,13 @@ def int8_variants() -> list[KernelVariant]:
 
 def mixture_variants(card: CudaArchitecture) -> list[KernelVariant]:
     """Return the kernels of a mixture of experts in decode steps."""
-    found = grouped_variants(card) + (hopper_variants() if card.has_wgmma else [])
+    variants = grouped_variants(card) + (hopper_variants() if card.has_wgmma else [])
     for experts, chosen in _MIXTURES:
         for name, threads in (("router_logits", 256), ("route", 1024), ("add_experts", 128)):
             defines = {"E": experts, "CHOSEN": chosen, "OVER_ALL": 0, "MT": grouped_product.ITEM_ROWS[0]}
             pairs = () if name == "router_logits" else tuple(sorted(defines.items()))
-            found.append(KernelVariant(moe_route.FILE, name, pairs, threads, 0))
-    return found
+            variants.append(KernelVariant(moe_route.FILE, name, pairs, threads, 0))
+    return variants
 
 
 def decode_variants(

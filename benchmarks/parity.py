@@ -47,7 +47,7 @@ from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import GenerateRequest, Group
 
 _HALVINGS, _DRAWS = 20, 1 << 21
-_MOST_SPREAD = 32.0  # of logits: at 152,064 tokens an entropy of 0.1
+_MAX_SPREAD = 32.0  # of logits: at 152,064 tokens an entropy of 0.1
 
 ParityProvider = Literal["qerl-nvfp4", "qerl-mxfp4", "qerl-bf16", "qerl-fp8-flow", "flash-fp8", "flash-int8"]
 
@@ -151,9 +151,9 @@ def measure_cases(
         for entropy, head, kv, (exact, replay) in product(
             options.entropies, options.heads, options.kvs, modes
         ):
-            own = {"kv": kv, "head": head, "target_entropy": entropy}
-            own |= {"exact_mode": exact, "router_replay": replay}
-            case = make_case(ParityCase, options, provider=provider, **own)
+            settings = {"kv": kv, "head": head, "target_entropy": entropy}
+            settings |= {"exact_mode": exact, "router_replay": replay}
+            case = make_case(ParityCase, options, provider=provider, **settings)
             figures = None
             if decoder is not None:
                 figures, error = attempt(partial(measure_case, case, decoder), device)
@@ -217,7 +217,7 @@ def logit_std(entropy: float, vocab_size: int) -> float:
         return 0.0
     shape_TV = max(_DRAWS // vocab_size, 1), vocab_size
     logits_TV = torch.randn(shape_TV, generator=torch.Generator().manual_seed(0))
-    low, high = 0.0, _MOST_SPREAD
+    low, high = 0.0, _MAX_SPREAD
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         mean = torch.distributions.Categorical(logits=middle * logits_TV).entropy().mean().item()

@@ -81,8 +81,8 @@ def bench_partial(options: PartialOptions) -> None:
     device, rows = cuda_device(), row_writer(options)
     for provider in options.providers:
         case = make_case(PartialCase, options, provider=provider)
-        given = {"format": FORMATS[provider], "rank": case.lora_rank or None, "head": case.head}
-        decoder = random_decoder(shape(options.shape), device=device, seed=0, **given)
+        settings = {"format": FORMATS[provider], "rank": case.lora_rank or None, "head": case.head}
+        decoder = random_decoder(shape(options.shape), device=device, seed=0, **settings)
         rows.add({"bench": "partial"} | dataclasses.asdict(case) | measure_partial(case, decoder))
         del decoder
         Meter(device).clear()
@@ -96,18 +96,18 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
     learner = None
     if case.learn:
         learner = planned_learner(decoder, config, case.prompt_tokens, notice=meter.say, ranks=ALONE)
-    most = (1 + case.max_staleness + case.runs + 1) * config.num_prompts + case.extra_prompts
-    own, rewards = OwnLengths(engine, case, most), HalfCorrect()
-    pool = random_prompts(most, case.prompt_tokens, decoder.architecture.vocab_size)
+    max_prompts = (1 + case.max_staleness + case.runs + 1) * config.num_prompts + case.extra_prompts
+    with_lengths, rewards = OwnLengths(engine, case, max_prompts), HalfCorrect()
+    pool = random_prompts(max_prompts, case.prompt_tokens, decoder.architecture.vocab_size)
 
     def train_prompts(step: int, num_prompts: int, round: int) -> list[Prompt]:
         return pool[step * num_prompts : (step + 1) * num_prompts]
 
-    given: tuple[Any, ...] = (config, own, rewards, train_prompts)
+    arguments: tuple[Any, ...] = (config, with_lengths, rewards, train_prompts)
     figures = {}
     for kind, rollouts, warm_up in (
-        ("plain", GroupRollouts(*given), 1),
-        ("partial", PartialRollouts(*given), 1 + case.max_staleness),
+        ("plain", GroupRollouts(*arguments), 1),
+        ("partial", PartialRollouts(*arguments), 1 + case.max_staleness),
     ):
         step_of = MeasuredStep(config, rollouts, engine, learner, meter)
         each = [step_of(step) for step in range(warm_up + case.runs)][warm_up:]
@@ -120,15 +120,15 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
 
 def _summed(figures: dict[str, dict[str, list[float]]]) -> dict[str, float]:
     row, per_token_s = {}, {}
-    for kind, found in figures.items():
-        tokens = statistics.fmean(found["tokens"])
+    for kind, steps in figures.items():
+        tokens = statistics.fmean(steps["tokens"])
         row |= {
-            f"{kind}_s": round(statistics.median(found["step_s"]), 3),
-            f"{kind}_rollout_s": round(statistics.median(found["rollout_s"]), 3),
-            f"{kind}_learn_s": round(statistics.median(found["learn_s"]), 3),
+            f"{kind}_s": round(statistics.median(steps["step_s"]), 3),
+            f"{kind}_rollout_s": round(statistics.median(steps["rollout_s"]), 3),
+            f"{kind}_learn_s": round(statistics.median(steps["learn_s"]), 3),
             f"{kind}_tokens": round(tokens),
         }
-        per_token_s[kind] = statistics.fmean(found["step_s"]) / tokens
+        per_token_s[kind] = statistics.fmean(steps["step_s"]) / tokens
     partial = figures["partial"]
     return row | {
         "ratio": round(per_token_s["partial"] / per_token_s["plain"], 4),
@@ -164,7 +164,7 @@ class MeasuredStep:
         learned_s = time.perf_counter()
         self._engine.publish(self._engine.version + 1)
         self._meter.wait()
-        found = {
+        figures = {
             "step_s": time.perf_counter() - start_s,
             "rollout_s": sampled_s - start_s,
             "learn_s": learned_s - sampled_s,
@@ -173,8 +173,8 @@ class MeasuredStep:
             "prefill_s": self._engine.stats.prefill_s,
             **{name: log.metrics.get(name, 0.0) for name in ("stale_fraction", "carried_gb")},
         }
-        self._meter.say(f"{type(self._rollouts).__name__} {step}: {found}")
-        return found
+        self._meter.say(f"{type(self._rollouts).__name__} {step}: {figures}")
+        return figures
 
 
 class OwnLengths:
@@ -200,13 +200,13 @@ class OwnLengths:
     def _lengths(self, prompts_P: list[Prompt]) -> list[list[int]]:
         return [self._lengths_P_G[prompt.index] for prompt in prompts_P]
 
-    def generate(self, request: GenerateRequest, **given: Any) -> list[Group]:
+    def generate(self, request: GenerateRequest, **options: Any) -> list[Group]:
         lengths_P_G = self._lengths(request.prompts_P)
-        return self._engine.generate(dataclasses.replace(request, max_tokens_P_G=lengths_P_G), **given)
+        return self._engine.generate(dataclasses.replace(request, max_tokens_P_G=lengths_P_G), **options)
 
-    def continue_groups(self, begun_P: list[Any], **given: Any) -> list[Any]:
-        lengths_P_G = self._lengths([begun.prompt for begun in begun_P])
-        return self._engine.continue_groups(begun_P, max_tokens_P_G=lengths_P_G, **given)
+    def continue_groups(self, unfinished_P: list[Any], **options: Any) -> list[Any]:
+        lengths_P_G = self._lengths([unfinished.prompt for unfinished in unfinished_P])
+        return self._engine.continue_groups(unfinished_P, max_tokens_P_G=lengths_P_G, **options)
 
 
 class HalfCorrect:

@@ -77,15 +77,15 @@ class SamplersOptions(BenchOptions):
     def __post_init__(self):
         check_positive(self, "num_prompts", "max_tokens", "kill_after", "timeout_s")
         require(self.gpus >= 2, f"gpus must be at least 2, got {self.gpus}")
-        least = max(_WARM_UP + 2, self.kill_after + 2)
-        require(self.num_steps >= least, f"num_steps must be at least {least}, got {self.num_steps}")
+        min_steps = max(_WARM_UP + 2, self.kill_after + 2)
+        require(self.num_steps >= min_steps, f"num_steps must be at least {min_steps}, got {self.num_steps}")
 
 
 def bench_samplers(options: SamplersOptions) -> None:
     """Write a row for each way to use the GPUs."""
     cuda_device()
-    if (found := torch.cuda.device_count()) < options.gpus:
-        raise UserError(f"gpus is {options.gpus}, and there are {found}")
+    if (num_gpus := torch.cuda.device_count()) < options.gpus:
+        raise UserError(f"gpus is {options.gpus}, and there are {num_gpus}")
     rows = row_writer(options)
     names = "shape", "gpus", "num_prompts", "max_tokens", "num_steps"
     case = {name: getattr(options, name) for name in names}
@@ -101,8 +101,8 @@ def bench_samplers(options: SamplersOptions) -> None:
                 kill_after=options.kill_after if is_killed else None,
                 timeout_s=options.timeout_s,
             )
-            found = figures(runs[way], runs["ray"] if is_killed else None)
-            rows.add({"bench": "samplers", "way": way, **case, "num_generations": _GROUP, **found})
+            measures = figures(runs[way], runs["ray"] if is_killed else None)
+            rows.add({"bench": "samplers", "way": way, **case, "num_generations": _GROUP, **measures})
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -133,7 +133,7 @@ def command(way: str, gpus: int) -> list[str]:
 
 
 def arguments(options: SamplersOptions, model: Path) -> list[str]:
-    given = {
+    settings = {
         "model.path": model,
         "task.name": model / "sums.jsonl",
         "task.template": "{prompt}",
@@ -147,7 +147,7 @@ def arguments(options: SamplersOptions, model: Path) -> list[str]:
         "sample.max-tokens": options.max_tokens,
         "learn.logprob-chunk-tokens": LearnConfig().logprob_chunk_tokens,  # the demo's are for a CPU
     }
-    return [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    return [text for name, value in settings.items() for text in (f"--{name}", str(value))]
 
 
 def run(
@@ -198,10 +198,10 @@ def figures(steps: list[dict[str, Any]], unbroken: list[dict[str, Any]] | None) 
     """Return a row's figures. unbroken: steps of the run that lost no worker."""
     lost = [step for step in steps if step.get("replaced_samplers")]
     counted = [step for step in steps[_WARM_UP:] if step not in lost]
-    found = {name: round(statistics.median(step[name] for step in counted), 4) for name in _TIMES}
+    times = {name: round(statistics.median(step[name] for step in counted), 4) for name in _TIMES}
     row = {
         "samples_per_s": round(statistics.median(s["trained_samples"] / s["step_s"] for s in counted), 2),
-        **found,
+        **times,
         "micro_tokens": steps[-1]["micro_tokens"],
         "staleness": max(step.get("staleness", 0.0) for step in steps),
     }

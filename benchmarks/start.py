@@ -183,12 +183,12 @@ def write_checkpoint(a: Architecture, folder: Path) -> Path:
     folder.mkdir(parents=True)
     write_json(folder / "config.json", config)
     write_shards(folder, _random_tensors(a))
-    found = architecture_of(locate(str(folder)).open())
+    read = architecture_of(locate(str(folder)).open())
     same = {
         "rope": a.rope,
         "layer_kinds": a.layer_kinds,
     }  # a plain rope and plain layers, written in two ways
-    if dataclasses.replace(found, **same) != a or a.rope.kind != "default" or any(a.layer_kinds):
+    if dataclasses.replace(read, **same) != a or a.rope.kind != "default" or any(a.layer_kinds):
         raise UserError(f"no checkpoint of shape {a.family} can be written; give one with --model")
     return folder
 
@@ -203,8 +203,8 @@ def _random_tensors(a: Architecture) -> Iterator[tuple[str, Tensor]]:
 
 def _in_process(options: StartOptions, cache: Path, ahead: bool) -> dict[str, Any]:
     names = ("model", "format", "lora_rank", "rows", "prompt_tokens", "max_tokens")
-    given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    command = [sys.executable, "-m", "benchmarks", "start", *given, f"--ahead={ahead}"]
+    arguments = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    command = [sys.executable, "-m", "benchmarks", "start", *arguments, f"--ahead={ahead}"]
     environment = os.environ | {"QERL_CACHE": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
     process = subprocess.run(
         [*command, f"--child={time.time()}"], env=environment, capture_output=True, text=True, check=False

@@ -100,10 +100,10 @@ def bench_tile(options: TileOptions) -> None:
         for most_tokens in options.batches:
             choices = candidates(*size, most_tokens)
             product.compile(choices)
-            measured = [product.timed(choice, options.runs) for choice in choices]
-            measured.sort(key=lambda choice: choice.us)
-            print(*measured, sep="\n", flush=True)
-            best.append(measured[0])
+            timed = [product.timed(choice, options.runs) for choice in choices]
+            timed.sort(key=lambda choice: choice.us)
+            print(*timed, sep="\n", flush=True)
+            best.append(timed[0])
         del product
         torch.cuda.empty_cache()
     file = options.out or ROOT / TABLE

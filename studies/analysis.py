@@ -69,7 +69,7 @@ class Judged:
     p: float | None
     """Corrected."""
     smallest_p: float | None
-    """Smallest corrected p that so many units could give, the other p values of the family unchanged."""
+    """Smallest corrected p that this many units could give, the other p values of the family unchanged."""
     first_look_p: float | None
     """Corrected p of the seeds that were read before more were added; None if none were added."""
     side_results: tuple[SideResult, ...]
@@ -111,12 +111,12 @@ def matched(lines: Sequence[Line]) -> Values:
     """Return each run's mean reward from the common level on (module docstring)."""
     values: Values = {}
     for task in dict.fromkeys(line["task"] for line in lines):
-        own = [line for line in lines if line["task"] == task and line["curve"]]
+        of_task = [line for line in lines if line["task"] == task and line["curve"]]
         firsts: dict[str, list[float]] = {}
-        for line in own:
+        for line in of_task:
             firsts.setdefault(line["arm"], []).append(line["curve"][0]["reward"])
         level = max((fmean(rewards) for rewards in firsts.values()), default=0.0)
-        for line in own:
+        for line in of_task:
             rewards = [point["reward"] for point in line["curve"]]
             values.setdefault((task, line["arm"]), {})[line["seed"]] = matched_mean(rewards, level)
     return values
@@ -149,17 +149,17 @@ def table(study: Study, lines: Sequence[Line], metric: str) -> list[Row]:
                 pairs = differences(values, task.name, arm.name, study.baseline)
                 is_compared = arm.name != study.baseline and bool(pairs)
                 rows.append((task.name, arm.name, paired(list(pairs.values())) if is_compared else None))
-    p_values = [found.p_t for _, _, found in rows if found is not None and found.p_t is not None]
+    p_values = [compared.p_t for _, _, compared in rows if compared is not None and compared.p_t is not None]
     corrected = iter(holm(p_values))
     return [
         Row(
             task=task,
             arm=arm,
             estimate=estimate(list(values[task, arm].values())),
-            compared=found,
-            p=None if found is None or found.p_t is None else next(corrected),
+            compared=compared,
+            p=None if compared is None or compared.p_t is None else next(corrected),
         )
-        for task, arm, found in rows
+        for task, arm, compared in rows
     ]
 
 
@@ -173,14 +173,14 @@ def judge(study: Study, lines: Sequence[Line]) -> list[Judged]:
     return [
         Judged(
             claim=claim,
-            verdict=_verdict(claim, found, p),
-            evidence=found,
+            verdict=_verdict(claim, result, p),
+            evidence=result,
             p=p,
             smallest_p=smallest,
             first_look_p=first_p,
             side_results=_side_results(lines, claim),
         )
-        for claim, found, (p, smallest), first_p in zip(
+        for claim, result, (p, smallest), first_p in zip(
             study.claims, evidence, _corrected(study, evidence), first_look, strict=True
         )
     ]
@@ -191,17 +191,17 @@ def _corrected(
 ) -> list[tuple[float, float] | tuple[None, None]]:
     """Return for each claim its corrected p and the smallest that it could have been."""
     p_values: dict[str, list[float]] = {}
-    for claim, found in zip(study.claims, evidence, strict=True):
-        if found is not None:
-            p_values.setdefault(claim.family, []).append(found.p)
+    for claim, result in zip(study.claims, evidence, strict=True):
+        if result is not None:
+            p_values.setdefault(claim.family, []).append(result.p)
     places, corrected = Counter[str](), []
-    for claim, found in zip(study.claims, evidence, strict=True):
-        if found is None:
+    for claim, result in zip(study.claims, evidence, strict=True):
+        if result is None:
             corrected.append((None, None))
             continue
-        own, place = p_values[claim.family], places[claim.family]
-        best = [*own[:place], 2.0 ** (1 - found.num_units), *own[place + 1 :]]
-        corrected.append((holm(own)[place], holm(best)[place]))
+        family_p, place = p_values[claim.family], places[claim.family]
+        best = [*family_p[:place], 2.0 ** (1 - result.num_units), *family_p[place + 1 :]]
+        corrected.append((holm(family_p)[place], holm(best)[place]))
         places[claim.family] += 1
     return corrected
 
@@ -231,8 +231,10 @@ def _side_results(lines: Sequence[Line], claim: Claim) -> tuple[SideResult, ...]
         pairs = differences(values, task, claim.arm, claim.against)
         if pairs:
             arm, against = (estimate(list(values[task, a].values())) for a in (claim.arm, claim.against))
-            own = estimate(list(pairs.values()))
-            results.append(SideResult(task=task, metric=metric, arm=arm, against=against, difference=own))
+            difference = estimate(list(pairs.values()))
+            results.append(
+                SideResult(task=task, metric=metric, arm=arm, against=against, difference=difference)
+            )
     return tuple(results)
 
 
@@ -240,19 +242,19 @@ def _verdict(claim: Claim, evidence: Evidence | None, p: float | None) -> Verdic
     if evidence is None or p is None:
         return "not measured"
     if p >= SIGNIFICANCE:
-        sides = {_side(found.difference) for found in evidence.by_task.values()}
+        sides = {_side(compared.difference) for compared in evidence.by_task.values()}
         return "depends" if {-1, 1} <= sides else "not shown"
     if evidence.over_all.difference.mean * claim.sign < 0:
         return "refuted"
-    agrees = all(found.difference.mean * claim.sign > 0 for found in evidence.by_task.values())
+    agrees = all(compared.difference.mean * claim.sign > 0 for compared in evidence.by_task.values())
     return "supported" if agrees else "mixed"
 
 
-def _side(found: Estimate) -> int:
+def _side(difference: Estimate) -> int:
     """Return the sign of the interval, or 0 if it contains 0."""
-    if found.low is None or found.high is None:
+    if difference.low is None or difference.high is None:
         return 0
-    return (found.low > 0) - (found.high < 0)
+    return (difference.low > 0) - (difference.high < 0)
 
 
 def bands(lines: Sequence[Line], x: str, y: str) -> list[tuple[float, Estimate]]:

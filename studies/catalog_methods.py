@@ -50,7 +50,7 @@ def _clip_caveat() -> str:
     for line in CLIP_FRACTIONS.read_text().splitlines():
         row = json.loads(line)
         percents.setdefault(row["arm"], []).append(100 * row["clip_fraction"])
-    ranges = [f"{arm} {_range(found)} %" for arm, found in percents.items()]
+    ranges = [f"{arm} {_range(values)} %" for arm, values in percents.items()]
     return (
         "Losses: these runs did not store the share of the gradient that a loss removes (clip_fraction). A"
         f" repeat of the first steps on a CPU (add, seed 0; {CLIP_FRACTIONS.name}) had {', '.join(ranges)}."

@@ -25,11 +25,11 @@ def forest_svg(title: str, rows: Sequence[tuple[str, int, Estimate]], baseline: 
         f'<text x="{px(t):.1f}" y="{bottom + 15}" text-anchor="middle">{number_text(t)}</text>'
         for t in linear_ticks(low, high)
     )
-    own = next((e.mean for arm, _, e in rows if arm == baseline), None)
+    mean = next((e.mean for arm, _, e in rows if arm == baseline), None)
     line = (
         ""
-        if own is None
-        else f'<line class="axis" x1="{px(own):.1f}" x2="{px(own):.1f}" y1="4" y2="{bottom}"/>'
+        if mean is None
+        else f'<line class="axis" x1="{px(mean):.1f}" x2="{px(mean):.1f}" y1="4" y2="{bottom}"/>'
     )
     drawn = "".join(_row(arm, index, e, 8 + ROW * (i + 0.5), px) for i, (arm, index, e) in enumerate(rows))
     return (

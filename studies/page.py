@@ -64,13 +64,13 @@ def _html(
 
 def _verdicts(study: Study, judged: Sequence[Judged]) -> str:
     blocks = []
-    for title, own in verdict.by_verdict(judged):
+    for title, claims in verdict.by_verdict(judged):
         items = "".join(
             f"<li>{escape(verdict.sentence(one))}<br><small>{escape(verdict.evidence_text(study, one))}"
             "</small></li>"
-            for one in own
+            for one in claims
         )
-        kind = own[0].verdict.replace(" ", "-")
+        kind = claims[0].verdict.replace(" ", "-")
         blocks.append(f'<div class="verdict {kind}"><h3>{escape(title)}</h3><ul>{items}</ul></div>')
     return "".join(blocks)
 
@@ -109,25 +109,25 @@ def _overview(study: Study, lines: Sequence[Line], curve: Curve, task: str) -> s
 
 
 def _pairs(study: Study, lines: Sequence[Line]) -> list[str]:
-    found = []
+    charts = []
     curve = study.curves[0]
     base_index = next(i for i, arm in enumerate(study.arms) if arm.name == study.baseline)
     for task in study.tasks:
         base = _series(lines, curve, task.name, study.baseline, base_index)
         for i, arm in enumerate(study.arms):
-            own = _series(lines, curve, task.name, arm.name, i)
-            if arm.name != study.baseline and own and base:
-                found.append(_chart(curve, task.name, [base, own], f"{arm.name} and {study.baseline}"))
-    return found
+            series = _series(lines, curve, task.name, arm.name, i)
+            if arm.name != study.baseline and series and base:
+                charts.append(_chart(curve, task.name, [base, series], f"{arm.name} and {study.baseline}"))
+    return charts
 
 
 def _series(lines: Sequence[Line], curve: Curve, task: str, arm: str, index: int) -> Series | None:
-    own = [line for line in lines if (line["task"], line["arm"]) == (task, arm)]
-    found = bands(own, curve.x, curve.y)
-    if not found:
+    of_arm = [line for line in lines if (line["task"], line["arm"]) == (task, arm)]
+    points_by_x = bands(of_arm, curve.x, curve.y)
+    if not points_by_x:
         return None
-    edges = [(x, e.low, e.high) for x, e in found if e.low is not None and e.high is not None]
-    points = [(float(x), e.mean) for x, e in found]
+    edges = [(x, e.low, e.high) for x, e in points_by_x if e.low is not None and e.high is not None]
+    points = [(float(x), e.mean) for x, e in points_by_x]
     return Series(label=arm, run_index=index, points=points, mark="exact", band=edges)
 
 
@@ -161,9 +161,9 @@ def _choice(study: Study, trials: Sequence[Line]) -> str:
     rows = []
     for task in study.tasks:
         for arm in study.arms:
-            own = [line for line in trials if (line["task"], line["arm"]) == (task.name, arm.name)]
+            of_arm = [line for line in trials if (line["task"], line["arm"]) == (task.name, arm.name)]
             scores = {
-                r: [x["final"][study.choice_metric] for x in own if x["learning_rate"] == r] for r in rates
+                r: [x["final"][study.choice_metric] for x in of_arm if x["learning_rate"] == r] for r in rates
             }
             means = {rate: fmean(values) for rate, values in scores.items() if values}
             best = max(means, key=means.__getitem__, default=None)
@@ -199,13 +199,13 @@ def _arms(study: Study) -> str:
 
 
 def _origin(lines: Sequence[Line], trials: Sequence[Line]) -> str:
-    found = facts([*lines, *trials])
-    if not found["runs"]:
+    summary = facts([*lines, *trials])
+    if not summary["runs"]:
         return "No run is complete."
-    workers = "/".join(map(str, found["workers"]))
-    commits = ", ".join(found["commits"])
+    workers = "/".join(map(str, summary["workers"]))
+    commits = ", ".join(summary["commits"])
     differed = " (+: with uncommitted changes)" if "+" in commits else ""
     return (
-        f"{found['runs']} runs, {clock(found['seconds'])} in total, {workers} at the same time, on"
-        f" {', '.join(found['devices'])}; commits {commits}{differed}."
+        f"{summary['runs']} runs, {clock(summary['seconds'])} in total, {workers} at the same time, on"
+        f" {', '.join(summary['devices'])}; commits {commits}{differed}."
     )

@@ -47,7 +47,7 @@ class Results:
             )
         return line
 
-    def found(self, jobs: list[Job]) -> list[Line]:
+    def lines_of(self, jobs: list[Job]) -> list[Line]:
         """Return the existing lines in the order of the jobs."""
         return [line for job in jobs if (line := self.of(job)) is not None]
 

@@ -51,7 +51,7 @@ def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
             execute(study, trials, choice, partial(_outcomes, pool, study, workers))
             jobs = final_jobs(study, folder, best_rates(study, trials, choice))
             execute(study, jobs, results, partial(_outcomes, pool, study, workers))
-        return write_pages(study, folder, results.found(jobs), choice.found(trials))
+        return write_pages(study, folder, results.lines_of(jobs), choice.lines_of(trials))
     finally:
         lock.close()
 
@@ -61,7 +61,7 @@ def rewrite_pages(study: Study, folder: Path) -> Path:
     choice, results = (Results(folder / f"{name}.jsonl") for name in ("choice", "results"))
     trials = choice_jobs(study, folder)
     jobs = final_jobs(study, folder, best_rates(study, trials, choice))
-    return write_pages(study, folder, results.found(jobs), choice.found(trials))
+    return write_pages(study, folder, results.lines_of(jobs), choice.lines_of(trials))
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
@@ -85,15 +85,15 @@ def choice_jobs(study: Study, folder: Path) -> list[Job]:
 def best_rates(study: Study, trials: list[Job], choice: Results) -> dict[tuple[str, str], float | None]:
     """Return by task and arm the rate with the best mean, the smaller of equals; None is the config's own.
     Arms with missing trials are left out."""
-    found: dict[tuple[str, str], float | None] = {}
+    rates_by_arm: dict[tuple[str, str], float | None] = {}
     for task in study.tasks:
         for arm in study.arms:
-            own = [job for job in trials if (job.task, job.arm) == (task.name, arm.name)]
-            lines = choice.found(own)
-            if len(lines) == len(own):
+            of_arm = [job for job in trials if (job.task, job.arm) == (task.name, arm.name)]
+            lines = choice.lines_of(of_arm)
+            if len(lines) == len(of_arm):
                 rates = study.rates_of(arm)
-                found[task.name, arm.name] = _best(study, lines) if own else next(iter(rates), None)
-    return found
+                rates_by_arm[task.name, arm.name] = _best(study, lines) if of_arm else next(iter(rates), None)
+    return rates_by_arm
 
 
 def _best(study: Study, lines: list[Line]) -> float:
@@ -176,7 +176,7 @@ def _work(measure: Any, workers: int, job: Job) -> Line:
     job.folder.mkdir(parents=True, exist_ok=True)
     with open(job.folder / "log.txt", "a") as log, redirect_stdout(log), redirect_stderr(log):
         begin = time.perf_counter()
-        measured = measure(job)
+        results = measure(job)
         seconds = round(time.perf_counter() - begin, 2)
     facts = environment(job.config.model.device)
     return {
@@ -185,7 +185,7 @@ def _work(measure: Any, workers: int, job: Job) -> Line:
         "arm": job.arm,
         "seed": job.seed,
         "learning_rate": job.rate,
-        **measured,
+        **results,
         "digest": job.digest,
         **{name: facts[name] for name in ("commit", "is_dirty", "device")},
         "seconds": seconds,

@@ -57,13 +57,13 @@ def _quantile(freedom: int) -> float:
 
 
 def paired(differences: Sequence[float]) -> Paired:
-    found = estimate(differences)
+    mean_difference = estimate(differences)
     spread = stdev(differences) if len(differences) > 1 else 0.0
     if spread <= 1e-12 * max(abs(d) for d in differences):
-        return Paired(difference=found, effect_size=None, p_t=None)
+        return Paired(difference=mean_difference, effect_size=None, p_t=None)
     n = len(differences)
-    p = 2 * stats.t.sf(abs(found.mean) / (spread / math.sqrt(n)), n - 1)
-    return Paired(difference=found, effect_size=found.mean / spread, p_t=float(p))
+    p = 2 * stats.t.sf(abs(mean_difference.mean) / (spread / math.sqrt(n)), n - 1)
+    return Paired(difference=mean_difference, effect_size=mean_difference.mean / spread, p_t=float(p))
 
 
 def exact_p(differences: Sequence[float]) -> float:

@@ -102,8 +102,10 @@ class Job:
     def digest(self) -> str:
         """Hash of what decides the numbers: a line with another digest is another run's. Fields at their
         default are left out, so that a field added to RunConfig later changes no digest."""
-        default, own = (flatten(dataclasses.asdict(c)) for c in (RunConfig(), self.config))
-        changed = {name: value for name, value in own.items() if name != "out" and value != default[name]}
+        default, resolved = (flatten(dataclasses.asdict(c)) for c in (RunConfig(), self.config))
+        changed = {
+            name: value for name, value in resolved.items() if name != "out" and value != default[name]
+        }
         text = json.dumps([changed, self.weights], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -13,7 +13,16 @@ from typing import Any
 from qerl.training.session import train
 from studies.study import Job
 
-_KEPT = ("reward", "accuracy", "entropy", "mismatch_kl", "informative", "distinct", "sigma", "clip_fraction")
+_LOGGED = (
+    "reward",
+    "accuracy",
+    "entropy",
+    "mismatch_kl",
+    "informative",
+    "distinct",
+    "sigma",
+    "clip_fraction",
+)
 
 
 def train_job(job: Job) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def curve_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "step": record["step"],
-            **{key: float(f"{record[key]:.6g}") for key in _KEPT if record.get(key) is not None},
+            **{key: float(f"{record[key]:.6g}") for key in _LOGGED if record.get(key) is not None},
             "elapsed_s": round(seconds, 3),
         }
         for record, seconds in zip(records, elapsed, strict=True)
@@ -48,10 +57,10 @@ def summary(curve: list[dict[str, Any]]) -> dict[str, float]:
     tenth = max(1, len(rewards) // 10)
     running = [fmean(rewards[i : i + tenth]) for i in range(len(rewards) - tenth + 1)]
     entropies = [point["entropy"] for point in curve if "entropy" in point]
-    found = {
+    figures = {
         "reward_first": rewards[0],
         "reward_mean": fmean(rewards),
         "reward_last": running[-1],
         "reward_drop": max(running) - running[-1],
     }
-    return found | ({"entropy_first": entropies[0], "entropy_last": entropies[-1]} if entropies else {})
+    return figures | ({"entropy_first": entropies[0], "entropy_last": entropies[-1]} if entropies else {})

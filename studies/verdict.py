@@ -33,30 +33,30 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1 or abs(value) >= 1000 else f"{value:.4g}"
 
 
-def interval(found: Estimate) -> str:
-    if found.low is None or found.high is None:
-        return number(found.mean)
-    return f"{number(found.mean)} [{number(found.low)}, {number(found.high)}]"
+def interval(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return number(estimate.mean)
+    return f"{number(estimate.mean)} [{number(estimate.low)}, {number(estimate.high)}]"
 
 
-def signed(found: Estimate) -> str:
-    return ("+" if found.mean >= 0 else "") + interval(found)
+def signed(estimate: Estimate) -> str:
+    return ("+" if estimate.mean >= 0 else "") + interval(estimate)
 
 
-def with_ci(found: Estimate, metric: str) -> str:
+def with_ci(estimate: Estimate, metric: str) -> str:
     """Return "+0.778 in entropy, 95 % CI [0.768, 0.787]"."""
-    mean = ("+" if found.mean >= 0 else "") + number(found.mean)
-    if found.low is None or found.high is None:
+    mean = ("+" if estimate.mean >= 0 else "") + number(estimate.mean)
+    if estimate.low is None or estimate.high is None:
         return f"{mean} in {metric}"
-    return f"{mean} in {metric}, 95 % CI [{number(found.low)}, {number(found.high)}]"
+    return f"{mean} in {metric}, 95 % CI [{number(estimate.low)}, {number(estimate.high)}]"
 
 
 def p_text(p: float | None) -> str:
     return "" if p is None else ("p < 0.001" if p < 0.001 else f"p = {p:.2g}")
 
 
-def effect(found: Paired) -> str:
-    return "" if found.effect_size is None else f"{found.effect_size:.2f}"
+def effect(paired: Paired) -> str:
+    return "" if paired.effect_size is None else f"{paired.effect_size:.2f}"
 
 
 def sentence(judged: Judged) -> str:
@@ -72,16 +72,16 @@ def difference_text(study: Study, judged: Judged) -> str:
 
 def evidence_text(study: Study, judged: Judged) -> str:
     """Return the difference, p, d, what was counted, the tasks one by one, and what qualifies the verdict."""
-    found = judged.evidence
-    if found is None:
+    evidence = judged.evidence
+    if evidence is None:
         return "no pair of runs exists"
     parts = [f"{difference_text(study, judged)}, {p_text(judged.p)}"]
     if judged.is_decided and judged.first_look_p is not None:
         parts[0] += f" ({p_text(judged.first_look_p)} with the first {study.first_look_seeds} seeds alone)"
-    if found.over_all.effect_size is not None:
-        parts.append(f"d = {effect(found.over_all)}")
-    parts.append(_count(study, judged, found))
-    tasks = ", ".join(f"{task} {signed(by_task.difference)}" for task, by_task in found.by_task.items())
+    if evidence.over_all.effect_size is not None:
+        parts.append(f"d = {effect(evidence.over_all)}")
+    parts.append(_count(study, judged, evidence))
+    tasks = ", ".join(f"{task} {signed(by_task.difference)}" for task, by_task in evidence.by_task.items())
     text = f"{', '.join(parts)}; {tasks}"
     if judged.verdict == "not shown" and judged.has_too_few_units:
         text += f"; with so few, p cannot be below {judged.smallest_p:.2g}"
@@ -119,7 +119,7 @@ def by_verdict(judged: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
     groups = [
         (title, [one for one in judged if one.verdict == verdict]) for verdict, title in HEADINGS.items()
     ]
-    return [(title, own) for title, own in groups if own]
+    return [(title, claims) for title, claims in groups if claims]
 
 
 def cells(row: Row) -> tuple[str, str, str, str, str]:
@@ -135,8 +135,8 @@ def summary(study: Study, judged: Sequence[Judged], rows: Sequence[Row], origin:
     lines = [f"## Study {study.name}", "", study.question, ""]
     for note in caveats(study):
         lines += [note, ""]
-    for title, own in by_verdict(judged):
-        bullets = (f"- {sentence(one)}: {evidence_text(study, one)}." for one in own)
+    for title, claims in by_verdict(judged):
+        bullets = (f"- {sentence(one)}: {evidence_text(study, one)}." for one in claims)
         lines += [f"**{title}**", "", *bullets, ""]
     metric = study.metrics[0]
     lines += [f"{metric.title} ({metric.about or metric.key}), differences from {study.baseline}:", ""]
@@ -146,11 +146,11 @@ def summary(study: Study, judged: Sequence[Judged], rows: Sequence[Row], origin:
     return "\n".join([*lines, "", RULES, "", *notes, origin, ""])
 
 
-def _count(study: Study, judged: Judged, found: Evidence) -> str:
+def _count(study: Study, judged: Judged, evidence: Evidence) -> str:
     if study.shares_weights_over_tasks(judged.claim):
-        return f"{found.num_units} independent draws of the noise, each used in all tasks"
+        return f"{evidence.num_units} independent draws of the noise, each used in all tasks"
     constant = ", all of the same weights" if study.has_constant_weights else ""
-    return f"{found.num_units} pairs{constant}"
+    return f"{evidence.num_units} pairs{constant}"
 
 
 def title_of(study: Study, key: str) -> str:

@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tiny_run
 from conftest import rms_error
 from learner.plain import causal
+from learner.saver import save as save_checkpoint
 from models.checkpoints import save_tiny
 from qerl.cli import main
 from qerl.config import AdapterConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import RunError, UserError
 from qerl.export import export
-from qerl.learner import Learner, checkpoint
+from qerl.learner import Learner
 from qerl.models.checkpoint.source import base_name, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.loader import build_decoder
@@ -67,7 +68,7 @@ def run_of(folder, family="llama", *, format="nvfp4", adapter=ADAPTER, save=save
         for master in adapter_tensors(decoder).values():
             master.add_(torch.randn(master.shape, generator=rng) * 0.05)
     publish(decoder)
-    checkpoint.save(folder / "run" / "checkpoints", Learner(decoder, config), next_step=1, keep=1)
+    save_checkpoint(folder / "run" / "checkpoints", Learner(decoder, config), next_step=1, keep=1)
     (folder / "run" / "run.json").write_text(json.dumps({"config": dataclasses.asdict(config)}))
     texts = [(f"{i} plus {j} is what, and why?", f"{i + j}") for i in range(12) for j in range(4)]
     lines = [{"prompt": p, "text": t, "finish": "stop"} for p, t in texts]

@@ -14,6 +14,11 @@ from learner.tiny import tiny_learner
 from qerl.learner import checkpoint
 
 
+def save(folder, learner, *, next_step, keep, extra=None):
+    """Write the state before next_step; return the checkpoint's folder."""
+    return checkpoint.write(folder, checkpoint.snapshot(learner, next_step=next_step, extra=extra), keep=keep)
+
+
 def mark(learner, value: float) -> None:
     """Every weight becomes `value`, so that a checkpoint put together from two steps is seen."""
     for tensor in learner.adapter_state().values():
@@ -25,7 +30,7 @@ def save_without_end(folder: Path, learner) -> None:
     while True:
         next_step += 1
         mark(learner, next_step)
-        checkpoint.save(folder, learner, next_step=next_step, keep=2, extra={"marked": next_step})
+        save(folder, learner, next_step=next_step, keep=2, extra={"marked": next_step})
 
 
 def kill_one(folder: Path, learner, delay_ms: int) -> None:

@@ -12,11 +12,11 @@ import torch
 import tiny_run
 from learner import saver
 from learner.samples import random_groups
-from learner.saver import mark
+from learner.saver import mark, save
 from learner.tiny import VOCAB, tiny_learner
 from qerl.errors import RunError, UserError
 from qerl.learner import checkpoint
-from qerl.learner.checkpoint import CheckpointError, latest_adapter, load_latest, save
+from qerl.learner.checkpoint import CheckpointError, latest_adapter, load_latest
 from qerl.models.checkpoint.source import base_name
 
 FILES = [

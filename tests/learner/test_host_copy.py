@@ -23,7 +23,7 @@ def test_the_next_copy_uses_the_same_memory_unless_the_shape_differs():
 
 
 def test_much_memory_is_not_kept(monkeypatch):
-    monkeypatch.setattr(host_copy, "_MOST_KEPT_BYTES", 11)
+    monkeypatch.setattr(host_copy, "_MAX_KEPT_BYTES", 11)
     memory = HostCopy()
     first = memory.take({"x": torch.zeros(3)})
     second = memory.take({"x": torch.ones(3)})

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from learner.samples import prompt, random_groups, sample
+from learner.saver import save as save_checkpoint
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.errors import UserError
 from qerl.learner import Learner, checkpoint
@@ -94,7 +95,7 @@ def test_the_smaller_size_stays_and_is_resumed(groups, tmp_path):
     short = scarce(tiny_learner(), most_tokens=rows(groups) // 2)
     size = short.step(groups)["micro_tokens"]
     assert short.step(groups)["micro_tokens"] == size < 8192
-    checkpoint.save(tmp_path, short, next_step=2, keep=1)
+    save_checkpoint(tmp_path, short, next_step=2, keep=1)
     resumed = tiny_learner()
     checkpoint.load_latest(tmp_path, resumed)
     assert resumed.micro_tokens == size

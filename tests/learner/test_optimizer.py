@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.samples import random_groups
+from learner.saver import save as save_checkpoint
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
@@ -57,7 +58,7 @@ def test_8_bit_moments_are_resumed_bit_for_bit(steps, tmp_path):
     want = [through.step(groups) for groups in steps]
     for groups in steps[:2]:
         before.step(groups)
-    checkpoint.save(tmp_path, before, next_step=2, keep=1)
+    save_checkpoint(tmp_path, before, next_step=2, keep=1)
     checkpoint.load_latest(tmp_path, after)
     assert [after.step(groups) for groups in steps[2:]] == want[2:]
     for a, b in (

@@ -12,8 +12,7 @@ from qerl.config import ModelConfig
 from qerl.cost.operands import operand_cache_bytes
 from qerl.learner.packing import pack
 from qerl.learner.plan import memory as plan
-from qerl.learner.plan.memory import form_of, full_rows, microbatch_rows
-from qerl.learner.plan.microbatch import MOST_TOKENS, with_microbatches
+from qerl.learner.plan.memory import MAX_TOKENS, form_of, full_rows, microbatch_rows, with_microbatches
 from qerl.models.random_weights import shape
 from qerl.training import planned_learner
 from qerl.types import Group
@@ -35,7 +34,7 @@ def tokens_of(name, gpu_gb, *, recompute="none", micro_tokens=None):
 
 def test_a_small_model_has_larger_ones():
     found = [tokens_of(f"qwen2.5-{size}", 1000) for size in ("0.5b", "1.5b", "3b", "7b")]
-    assert found == [MOST_TOKENS, 32_768, 16_384, 16_384]
+    assert found == [MAX_TOKENS, 32_768, 16_384, 16_384]
 
 
 @pytest.mark.parametrize(("name", "recompute"), [("qwen2.5-7b", "none"), ("qwen2.5-14b", "layer")])

@@ -14,7 +14,7 @@ from qerl.cost.operands import operand_cache_bytes
 from qerl.cost.weights import num_weights
 from qerl.engine.cache.budget import working_bytes
 from qerl.learner.plan import memory as op
-from qerl.learner.plan.microbatch import with_microbatches
+from qerl.learner.plan.memory import with_microbatches
 from qerl.learner.plan.speed import GPUS, estimate_speed
 from qerl.models.random_weights import SHAPES
 

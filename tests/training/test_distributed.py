@@ -290,9 +290,9 @@ def test_half_a_launcher_is_refused_by_name():
 @pytest.mark.parametrize(("num_items", "count"), [(0, 2), (1, 3), (5, 2), (6, 3)])
 def test_shares_are_even_and_are_put_together_again(num_items, count):
     items = [f"item {i}" for i in range(num_items)]
-    shares = [Ranks(index, count).own(items) for index in range(count)]
+    shares = [Ranks(index, count).share(items) for index in range(count)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert ALONE.own(items) == Ranks(0, count).interleave(shares) == items
+    assert ALONE.share(items) == Ranks(0, count).interleave(shares) == items
 
 
 def test_what_is_learned_from_is_dealt_out_by_its_rows(rng):

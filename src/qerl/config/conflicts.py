@@ -117,7 +117,7 @@ NEEDS_OUR_DECODER = (
     " or learn.backward not bf16 or adapter.router or adapter.experts not none or distil.teacher"
     " or ray.address"
 )
-"""Settings that a model which transformers' code runs does not work with: training/backend_limits.py."""
+"""Settings that a model which transformers' code runs does not work with: training/policy.py."""
 
 
 def check_conflicts(settings: Any, section: str = "") -> None:

@@ -49,7 +49,7 @@ class _Call:
     context: RowContext
     layer_index: int
     attend: Attend
-    kept: OnDevice | OnHost
+    inputs: OnDevice | OnHost
 
     def __call__(self, h_TD: Tensor) -> Tensor:
         return self.layer(h_TD, self.context, self.layer_index, self.attend)
@@ -70,11 +70,11 @@ class _Call:
         return dataclasses.replace(self, context=self.context._replace(linear_pass=linear_pass))
 
 
-def checkpoint_layers(kept: OnDevice | OnHost) -> RunLayer:
+def checkpoint_layers(inputs: OnDevice | OnHost) -> RunLayer:
     """Run the layers of a pass, and rerun each of them in the backward pass."""
 
     def run(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
-        call = _Call(layer, context, layer_index, attend, kept)
+        call = _Call(layer, context, layer_index, attend, inputs)
         if not torch.is_grad_enabled():
             return call.run(h_TD)
         return _CheckpointedLayer.apply(call, h_TD, *layer.parameters())
@@ -86,56 +86,49 @@ class _CheckpointedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, h_TD, *masters):
         ctx.call = call
-        call.kept.put(
-            call.layer_index, h_TD.detach()
-        )  # its autograd history would reference this call: a cycle
+        # With its autograd history the input would reference this call: a cycle.
+        call.inputs.put(call.layer_index, h_TD.detach())
         return call.run(h_TD.clone())
 
     @staticmethod
     def backward(ctx, dy_TD):  # type: ignore[override]
         call, wanted = ctx.call, ctx.needs_input_grad[1:]
-        h_TD = call.kept.take(call.layer_index).requires_grad_(wanted[0])
+        h_TD = call.inputs.take(call.layer_index).requires_grad_(wanted[0])
         masters = [x for x, is_wanted in zip(call.layer.parameters(), wanted[1:], strict=True) if is_wanted]
-        find = _gradients_by_chunks if call.is_chunked(h_TD) else _gradients
         with torch.enable_grad(), call.context.linear_pass.repeating() as linear_pass:
-            dh_TD, *found = find(call.within(linear_pass), h_TD, masters, dy_TD)
-        gradients = iter(found)
+            dh_TD, *dmasters = _gradients(call.within(linear_pass), h_TD, masters, dy_TD)
+        gradients = iter(dmasters)
         return None, dh_TD, *(next(gradients) if is_wanted else None for is_wanted in wanted[1:])
 
 
 def _gradients(call: _Call, h_TD: Tensor, masters: list[Tensor], dy_TD: Tensor) -> list[Tensor | None]:
     """Return the gradients in h, None if it needs none, and in each master, None if it was not used."""
-    return _grad(call(h_TD), h_TD, masters, dy_TD)
-
-
-def _gradients_by_chunks(
-    call: _Call, h_TD: Tensor, masters: list[Tensor], dy_TD: Tensor
-) -> list[Tensor | None]:
-    """The same with the MLP chunked."""
+    if not call.is_chunked(h_TD):
+        return _grad(call(h_TD), h_TD, masters, dy_TD)
     mixed_TD = call.mix(h_TD)
     edge = get_gradient_edge(mixed_TD)
     mixed_TD = mixed_TD.detach()
     of_mlp = {id(x) for linear in mlp_linears(call.layer) for x in linear.parameters()}
     fed, mixing = ([x for x in masters if (id(x) in of_mlp) is is_fed] for is_fed in (True, False))
-    dmixed_TD, fed_found = feed_backward(call.layer, mixed_TD, call.context, call.layer_index, dy_TD, fed)
+    dmixed_TD, dfed = feed_backward(call.layer, mixed_TD, call.context, call.layer_index, dy_TD, fed)
     del mixed_TD  # as large as h
-    dh_TD, *mixing_found = _grad(edge, h_TD, mixing, dmixed_TD)
-    by_master = dict(zip(map(id, [*fed, *mixing]), [*fed_found, *mixing_found], strict=True))
+    dh_TD, *dmixing = _grad(edge, h_TD, mixing, dmixed_TD)
+    by_master = dict(zip(map(id, [*fed, *mixing]), [*dfed, *dmixing], strict=True))
     return [dh_TD, *(by_master[id(x)] for x in masters)]
 
 
 def _grad(
     y_TD: Tensor | GradientEdge, h_TD: Tensor, masters: list[Tensor], dy_TD: Tensor
 ) -> list[Tensor | None]:
-    asked = [h_TD, *masters] if h_TD.requires_grad else masters
-    found = torch.autograd.grad(y_TD, asked, dy_TD, allow_unused=True)
-    return [*found] if h_TD.requires_grad else [None, *found]
+    inputs = [h_TD, *masters] if h_TD.requires_grad else masters
+    gradients = torch.autograd.grad(y_TD, inputs, dy_TD, allow_unused=True)
+    return [*gradients] if h_TD.requires_grad else [None, *gradients]
 
 
 def _on_host(device: torch.device) -> Callable[[], RunLayer]:
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    most_bytes = usable_host_bytes()  # now: later passes use the memory of the first again
-    return lambda: checkpoint_layers(OnHost(device, stream, most_bytes))
+    max_bytes = usable_host_bytes()  # now: later passes use the memory of the first again
+    return lambda: checkpoint_layers(OnHost(device, stream, max_bytes))
 
 
 # By device: the factory of each pass's RunLayer.

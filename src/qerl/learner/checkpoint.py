@@ -98,13 +98,6 @@ def snapshot(
     return Snapshot(next_step=next_step, contents={name: contents[name] for name in _CONTENTS})
 
 
-def save(
-    folder: Path, learner: Learner, *, next_step: int, keep: int, extra: dict[str, Any] | None = None
-) -> Path:
-    """Save the state before `next_step` and keep only the newest `keep` checkpoints. `extra` is JSON."""
-    return write(folder, snapshot(learner, next_step=next_step, extra=extra), keep=keep)
-
-
 def write(folder: Path, state: Snapshot, *, keep: int) -> Path:
     """Write a checkpoint and keep only the newest `keep`; raise CheckpointError if the disk refuses it."""
     name = f"step-{state.next_step:06d}"
@@ -168,8 +161,7 @@ def latest_described_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str,
 def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest intact checkpoint (None if the folder has none) and a notice for each damaged one.
 
-    Raise CheckpointError if all are damaged: only the user may decide to start over.
-    """
+    Raise CheckpointError if all are damaged: only the user may decide to start over."""
     paths, notices = _newest_first(folder), []
     for path in paths:
         damage = find_damage(path)
@@ -202,25 +194,20 @@ def saved_steps(folder: Path) -> list[int]:
 
 def find_damage(path: Path) -> str | None:
     """Return what is wrong with a checkpoint, `optimizer.safetensors: checksum differs`, or None."""
+    name = MANIFEST
     try:
         sums = json.loads((path / MANIFEST).read_bytes())["sha256"]
-        missing = [name for name in _CONTENTS if name not in sums]
-    except FileNotFoundError:
-        return f"{MANIFEST}: missing"
-    except (ValueError, KeyError, TypeError):
-        return f"{MANIFEST}: unreadable"
-    except OSError as error:
-        return f"{MANIFEST}: {os.strerror(error.errno or errno.EIO)}"
-    if missing:
-        return f"{MANIFEST}: does not name {missing[0]}"
-    for name in _CONTENTS:
-        try:
+        if missing := [each for each in _CONTENTS if each not in sums]:
+            return f"{MANIFEST}: does not name {missing[0]}"
+        for name in _CONTENTS:
             if hashlib.sha256((path / name).read_bytes()).hexdigest() != sums[name]:
                 return f"{name}: checksum differs"
-        except FileNotFoundError:
-            return f"{name}: missing"
-        except OSError as error:
-            return f"{name}: {os.strerror(error.errno or errno.EIO)}"
+    except FileNotFoundError:
+        return f"{name}: missing"
+    except OSError as error:
+        return f"{name}: {os.strerror(error.errno or errno.EIO)}"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST}: unreadable"
     return None
 
 
@@ -317,5 +304,5 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name)] if folder.is_dir() else []
-    return sorted(found, key=_order, reverse=True)
+    paths = [p for p in folder.iterdir() if _NAME.fullmatch(p.name)] if folder.is_dir() else []
+    return sorted(paths, key=_order, reverse=True)

@@ -66,8 +66,10 @@ def feed_backward(
             h_CD = h_TD[some].detach().requires_grad_()
             with torch.enable_grad():
                 y_CD = layer.feed(h_CD, _context_of(context, some, linear_pass), layer_index)
-            dh_TD[some], *found = torch.autograd.grad(y_CD, [h_CD, *masters], dy_TD[some], allow_unused=True)
-            sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
+            dh_TD[some], *gradients = torch.autograd.grad(
+                y_CD, [h_CD, *masters], dy_TD[some], allow_unused=True
+            )
+            sums = [new if old is None else old.add_(new) for old, new in zip(sums, gradients, strict=True)]
     return dh_TD, sums
 
 

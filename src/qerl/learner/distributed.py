@@ -34,7 +34,7 @@ _REPORT_TIMEOUT = timedelta(seconds=5)
 
 
 class Ranks:
-    """Ranks of a run: own([a, b, c]) is [a, c] on the first of two and [b] on the second; interleave()
+    """Ranks of a run: share([a, b, c]) is [a, c] on the first of two and [b] on the second; interleave()
     merges."""
 
     def __init__(self, index: int, count: int, heartbeat: Heartbeat | None = None):
@@ -45,12 +45,12 @@ class Ranks:
     def is_first(self) -> bool:
         return self.index == 0
 
-    def own(self, items: list[T]) -> list[T]:
+    def share(self, items: list[T]) -> list[T]:
         """Return this rank's share: every ranks-th item."""
         return items[self.index :: self.count]
 
     def interleave(self, parts: list[list[T]]) -> list[T]:
-        """Merge what `own` gave to each rank, in the original order."""
+        """Merge what `share` gave to each rank, in the original order."""
         num_items = sum(map(len, parts))
         return [parts[i % self.count][i // self.count] for i in range(num_items)]
 
@@ -63,8 +63,8 @@ class Ranks:
         self._wait(lambda: dist.all_gather(sizes, torch.tensor([len(packed)]), async_op=True))
         num_bytes = [int(size) for size in sizes]
         texts = [torch.empty(max(num_bytes), dtype=torch.uint8) for _ in num_bytes]
-        own = torch.frombuffer(bytearray(packed.ljust(max(num_bytes), b"\0")), dtype=torch.uint8)
-        self._wait(lambda: dist.all_gather(texts, own, async_op=True))
+        padded = torch.frombuffer(bytearray(packed.ljust(max(num_bytes), b"\0")), dtype=torch.uint8)
+        self._wait(lambda: dist.all_gather(texts, padded, async_op=True))
         self._gathered_bytes += sum(num_bytes)
         return [
             pickle.loads(text[:size].numpy().tobytes()) for text, size in zip(texts, num_bytes, strict=True)
@@ -133,8 +133,7 @@ def join_ranks(
     """Join the ranks that torchrun started; `device` is ModelConfig's, resolved.
 
     A failure of one rank ends all: the first one reports the reason, once per host. A rank that is silent for
-    timeout_s has failed.
-    """
+    timeout_s has failed."""
     if int(environment.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
@@ -195,7 +194,7 @@ def _with_reason(store: Store, error: RankLost) -> RankLost:
 
 
 def _is_done(work: Any, interval: timedelta) -> bool:
-    """Wait so long for a collective; return False if it is under way still."""
+    """Wait this long for a collective; return False if it is still running."""
     try:
         work.wait(interval)
     except RuntimeError:

@@ -29,7 +29,7 @@ class Heartbeat:
         self._store: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._store.set_timeout(timedelta(seconds=timeout_s))
         self._heard: dict[int, tuple[bytes, int]] = {i: (b"", 0) for i in range(count) if i != index}
-        """Each other rank's last value, and for how many beats it has been that."""
+        """Last value of each other rank, and the number of beats since it changed."""
         self._num_beats = self._num_waited = 0
         self._lost: str | None = None
         self._stopped = threading.Event()
@@ -37,8 +37,8 @@ class Heartbeat:
         self._thread.start()
 
     def check(self, *, num_beats_before: int) -> int:
-        """Raise RankLost if a rank is silent, or the store that the ranks meet at. Call it every interval_s;
-        num_beats_before: what the last call returned, 0 at first."""
+        """Raise RankLost if a rank, or the ranks' store, is silent. Call it every interval_s.
+        num_beats_before: the value of the last call, 0 at first."""
         self._num_waited = 0 if self._num_beats != num_beats_before else self._num_waited + 1
         if self._lost is None and self._num_waited > 2 * _NUM_BEATS:
             self._lost = "the ranks' store does not answer"
@@ -71,16 +71,16 @@ class Heartbeat:
 
 def open_connections() -> set[int]:
     """Return the descriptors of this process's connected sockets."""
-    found = set()
+    connected = set()
     for descriptor in map(int, os.listdir("/dev/fd")):
         try:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
                     connection.getpeername()
-                found.add(descriptor)
+                connected.add(descriptor)
         except OSError:  # closed meanwhile, or it listens
             continue
-    return found
+    return connected
 
 
 def cut(connections: set[int]) -> None:

@@ -50,9 +50,9 @@ class OnHost:
     """Layer inputs of one pass, put in the layers' order and taken in reverse order. Memory in use is tracked
     by references: streams wait before one is dropped."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None, most_bytes: float = math.inf):
-        """most_bytes: of host memory."""
-        self._device, self._stream, self._left_bytes = device, stream, most_bytes
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None, max_bytes: float = math.inf):
+        """max_bytes: of host memory."""
+        self._device, self._stream, self._left_bytes = device, stream, max_bytes
         self._staying: dict[int, Tensor] = {}
         self._leaving: dict[int, _Copy] = {}
         self._hosted: dict[int, _HostTensor] = {}
@@ -108,6 +108,6 @@ class OnHost:
 
 
 def _pinned_bytes(num_bytes: int) -> int:
-    """Return the host memory that pieces for so many bytes take."""
+    """Return the host memory that pieces for this many bytes take."""
     whole, rest = divmod(num_bytes, _PIECE_BYTES)
     return whole * _PIECE_BYTES + (1 << (rest - 1).bit_length() if rest else 0)

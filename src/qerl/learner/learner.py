@@ -33,9 +33,8 @@ from qerl.algo.importance import correct
 from qerl.algo.kl import KL_RATIOS, k3
 from qerl.algo.loss import LOSSES
 from qerl.config import AlgoConfig, RunConfig
-from qerl.errors import RunError
+from qerl.errors import RunError, require
 from qerl.kernels.head.divergence import chunked_divergence
-from qerl.learner.backward import check_backward
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.learner.forward import DecoderForward, forward_of
 from qerl.learner.lr_schedule import learning_rate
@@ -54,6 +53,7 @@ from qerl.learner.minibatch import Minibatch, MinibatchPart, split
 from qerl.learner.oom_retry import OomRetry
 from qerl.learner.optimizer import load_state, new_optimizer, state_of, step_if
 from qerl.learner.packing import PackedBatch
+from qerl.models.device import best_kernels
 from qerl.models.linear_pass import LinearPass
 from qerl.models.peft.adapter import adapter_off, adapter_tensors, dropout_of, load_adapter, publish
 from qerl.models.policy_model import PolicyModel
@@ -91,7 +91,11 @@ class Learner:
         """False once memory has not sufficed."""
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
-        check_backward(decoder, config.learn.backward)
+        if config.learn.backward == "int8":
+            is_hopper = best_kernels(decoder.device) == "hopper"
+            require(is_hopper, "learn.backward int8 needs a Hopper GPU (H100, H200): set it to bf16")
+            is_bf16 = decoder.compute == torch.bfloat16
+            require(is_bf16, "learn.backward int8 needs model.dtype bf16: set one or the other")
         self._linear_pass = LinearPass(backward=config.learn.backward)
         self._loss = LOSSES[config.algo.loss_type]
         self._optimizer = new_optimizer(self._masters, config.learn)
@@ -111,9 +115,9 @@ class Learner:
             for share, old in zip(shares, before, strict=True)
         ]
         learned = [result.before for update in updates[: len(shares)] for result in update.results]
-        own, updates = read_step(others + learned, updates)
-        self._count_applied(updates)
-        tallies = added(self._ranks.gather(own))
+        tallies, updates = read_step(others + learned, updates)
+        self._count(updates)
+        tallies = added(self._ranks.gather(tallies))
         if self._ranks.count > 1:
             norm = torch.nn.utils.get_total_norm([master.detach() for master in self._masters.values()])
             self._ranks.check_same("the adapter's norm", norm.item())
@@ -144,23 +148,20 @@ class Learner:
             lambda batches: self._learn_all(batches, exact_C, before),
             self._release_operands,
         )
-        norm, is_skipped = self._apply(rate) if share.has_gradient else None, not share.has_gradient
-        return Update(results=results, is_skipped=is_skipped, norm=norm, grad_norm=None, learning_rate=rate)
+        norm = self._apply(rate) if share.has_gradient else None
+        return Update(results=results, norm=norm, grad_norm=None, learning_rate=rate)
 
-    def _count_applied(self, updates: list[Update]) -> None:
-        for update in updates:
-            self.num_applied += update.grad_norm is not None
-            if not update.is_skipped:
-                self._count_nonfinite(update.grad_norm is None)
-
-    def _count_nonfinite(self, is_nonfinite: bool) -> None:
-        self._num_nonfinite = self._num_nonfinite + 1 if is_nonfinite else 0
-        if self._num_nonfinite >= self.config.learn.max_nonfinite_updates:
-            raise RunError(
-                f"training diverged: {self._num_nonfinite} updates in a row had a non-finite gradient"
-                " (limit: learn.max_nonfinite_updates); see mismatch_max and grad_norm of earlier steps in"
-                " metrics.jsonl, and try a lower learn.learning_rate"
-            )
+    def _count(self, updates: list[Update]) -> None:
+        for update in [update for update in updates if not update.is_skipped]:
+            is_applied = update.grad_norm is not None
+            self.num_applied += is_applied
+            self._num_nonfinite = 0 if is_applied else self._num_nonfinite + 1
+            if self._num_nonfinite >= self.config.learn.max_nonfinite_updates:
+                raise RunError(
+                    f"training diverged: {self._num_nonfinite} updates in a row had a non-finite gradient"
+                    " (limit: learn.max_nonfinite_updates); see mismatch_max and grad_norm of earlier steps"
+                    " in metrics.jsonl, and try a lower learn.learning_rate"
+                )
 
     def _exact(self, part: MinibatchPart) -> Tensor | None:
         """Score the tokens with the sampler's forward pass; None outside of exact mode."""
@@ -324,18 +325,12 @@ class Learner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int]:
         """Return what `load` takes, in host memory."""
-        adapter, optimizer = (
-            {name: tensor.cpu() for name, tensor in tensors.items()}
-            for tensors in (self.adapter_state(), self.optimizer_state())
-        )
+        states = self.adapter_state(), self.optimizer_state()
+        adapter, optimizer = ({name: x.cpu() for name, x in state.items()} for state in states)
         return adapter, optimizer, self.version, self.micro_tokens
 
     def load(
-        self,
-        adapter: dict[str, Tensor],
-        optimizer: dict[str, Tensor],
-        version: int,
-        micro_tokens: int,
+        self, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], version: int, micro_tokens: int
     ) -> None:
         """Restore the state that `state` returned, bit for bit; micro-batches grow no larger than planned."""
         load_adapter(self.decoder, adapter)

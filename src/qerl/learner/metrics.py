@@ -86,13 +86,15 @@ class Update:
 
     results: list[MinibatchMetrics]
     """Metrics of this rank's batches."""
-    is_skipped: bool
-    """True if no rank had anything to learn."""
     norm: Tensor | None
-    """Norm before clipping, until the host has read it; None if skipped."""
+    """Norm before clipping; None if the update was skipped, as no rank had anything to learn."""
     grad_norm: float | None
-    """The same. None if nothing was applied: skipped, or not finite."""
+    """The same, once the host has read it. None if nothing was applied: skipped, or not finite."""
     learning_rate: float
+
+    @property
+    def is_skipped(self) -> bool:
+        return self.norm is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,11 +154,6 @@ def added(tallies: list[Tallies]) -> Tallies:
     """Combine the tallies of all ranks; one without tokens has none."""
     names = dict.fromkeys(name for each in tallies for name in each)
     return {name: reduce(Tally.__add__, [t[name] for t in tallies if name in t]) for name in names}
-
-
-def num_rows(first: list[BatchMetrics]) -> Tallies:
-    rows = Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0)
-    return {"rows": rows} if first else {}
 
 
 def sampling_measures(first: list[BatchMetrics]) -> DeviceTallies:
@@ -234,24 +231,19 @@ def update_measures(update: Update) -> DeviceTallies:
 def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies, list[Update]]:
     """Wait for the device, once. Return the tallies of the first pass and of the applied updates, and the
     updates with their norms."""
-    measures: dict[tuple[int | str, str], DeviceTally] = {
-        ("", name): x for name, x in sampling_measures(first).items()
-    }
-    for i, update in enumerate(updates):
-        measures |= {(i, name): x for name, x in update_measures(update).items()}
-    tallies = to_host(measures)
-    norms = [tallies[i, "norm"].total if (i, "norm") in tallies else math.nan for i in range(len(updates))]
+    passes = [sampling_measures(first), *map(update_measures, updates)]
+    tallies = to_host({(i, name): x for i, measures in enumerate(passes) for name, x in measures.items()})
+    first_pass, *by_update = (
+        {name: tally for (at, name), tally in tallies.items() if at == i} for i in range(len(passes))
+    )
+    norms = [each["norm"].total if "norm" in each else math.nan for each in by_update]
     done = [
-        dataclasses.replace(u, norm=None, grad_norm=n if math.isfinite(n) else None)
+        dataclasses.replace(u, grad_norm=n if math.isfinite(n) else None)
         for u, n in zip(updates, norms, strict=True)
     ]
-    applied = [
-        {name: tally for (at, name), tally in tallies.items() if at == i}
-        for i, update in enumerate(done)
-        if update.grad_norm is not None
-    ]
-    first_pass = {name: tally for (at, name), tally in tallies.items() if at == ""}
-    return num_rows(first) | first_pass | added(applied), done
+    applied = [each for each, u in zip(by_update, done, strict=True) if u.grad_norm is not None]
+    rows = {"rows": Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0)} if first else {}
+    return rows | first_pass | added(applied), done
 
 
 def _by_length(readings: list[BatchMetrics]) -> DeviceTallies:
@@ -280,7 +272,7 @@ def sampling_metrics(tallies: Tallies) -> dict[str, float]:
         return {"learn_tokens": 0}
     metrics = {"learn_tokens": tallies["rows"].total, "entropy": tallies["entropy"].mean}
     if "sampler" in tallies:
-        metrics |= {"sampler_entropy": -tallies["sampler"].mean}
+        metrics["sampler_entropy"] = -tallies["sampler"].mean
     if "teacher_kl" in tallies:
         metrics["teacher_kl"] = tallies["teacher_kl"].mean
     for name in ("mismatch", "own_mismatch"):
@@ -290,8 +282,7 @@ def sampling_metrics(tallies: Tallies) -> dict[str, float]:
     if "expert_load" in tallies:
         metrics |= {"expert_load_max": tallies["expert_load"].max}
         metrics |= {"expert_load_min": -tallies["expert_idle"].max}
-        metrics |= {"expert_entropy": tallies["expert_entropy"].mean}
-    for name in ("route_changes", "route_change_rows"):
+    for name in ("expert_entropy", "route_changes", "route_change_rows"):
         if name in tallies:
             metrics[name] = tallies[name].mean
     for name in ("mismatch_early", "mismatch_late", "mismatch_sample"):

@@ -103,12 +103,12 @@ def _balanced(weighted_P: list[tuple[Group, list[float]]], ranks: Ranks) -> list
     rows_P = [
         len(group.prompt.tokens_T) + sum(len(s.tokens_T) for s in group.samples_G) for group, _ in weighted_P
     ]
-    loads, own = [0] * ranks.count, set()
+    loads, chosen = [0] * ranks.count, set()
     for p in sorted(range(len(rows_P)), key=rows_P.__getitem__, reverse=True):
         rank = loads.index(min(loads))
         loads[rank] += rows_P[p]
-        own |= {p} if rank == ranks.index else set()
-    return [pair for p, pair in enumerate(weighted_P) if p in own]
+        chosen |= {p} if rank == ranks.index else set()
+    return [pair for p, pair in enumerate(weighted_P) if p in chosen]
 
 
 def _with_known(group: Group, distil: DistilConfig) -> Group:
@@ -151,8 +151,5 @@ def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list
 
 
 def _has_gradient(group: Group, config: RunConfig) -> bool:
-    return (
-        config.algo.beta > 0
-        or config.distil.is_on
-        or any(sample.advantage != 0 for sample in group.samples_G)
-    )
+    has_advantage = any(sample.advantage != 0 for sample in group.samples_G)
+    return config.algo.beta > 0 or config.distil.is_on or has_advantage

@@ -38,18 +38,15 @@ class OomRetry:
                 return work(batches)
             except torch.OutOfMemoryError:
                 pass  # halve outside of the handler: the error keeps references to tensors
-            self._free()
+            if self._device.type == "cuda":
+                gc.collect()
+                torch.cuda.synchronize(self._device)  # copies may still write to released memory
+                torch.cuda.empty_cache()
             spared = spare(batches)
             if spared is None:
                 self._halve(batches)
             else:
                 self._notice(f"out of memory in learning: {spared}; retrying the update")
-
-    def _free(self) -> None:
-        if self._device.type == "cuda":
-            gc.collect()
-            torch.cuda.synchronize(self._device)  # copies may still write to released memory
-            torch.cuda.empty_cache()
 
     def _halve(self, batches: Sequence[PackedBatch]) -> None:
         largest = max(len(batch.tokens_T) for batch in batches)

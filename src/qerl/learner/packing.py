@@ -20,7 +20,6 @@ import dataclasses
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -101,8 +100,7 @@ def pack(
     """Return batches of at most max_tokens rows, unless a single prompt and sample is longer, and of about
     as many rows each: as few batches as filling one after the other takes.
 
-    Each group comes with the weights of its samples' tokens; samples of weight 0 are left out.
-    """
+    Each group comes with the weights of its samples' tokens; samples of weight 0 are left out."""
     filled = _Filler(max_tokens, weighted_P)
     evened = _Filler(max_tokens, weighted_P, like=filled)
     batches = filled.batches if len(evened.batches) > len(filled.batches) else evened.batches
@@ -114,10 +112,7 @@ class _Filler:
     batches as `like` has."""
 
     def __init__(
-        self,
-        max_tokens: int,
-        weighted_P: list[tuple[Group, list[float]]],
-        like: "_Filler | None" = None,
+        self, max_tokens: int, weighted_P: list[tuple[Group, list[float]]], like: "_Filler | None" = None
     ):
         self.batches: list[list[_Branches]] = []
         self.num_rows = self.longest = 0
@@ -192,14 +187,14 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         return sent(repeated_C, device)
 
     return PackedBatch(
-        tokens_T=_tensor(tokens_T, torch.int64, device),
+        tokens_T=_tensor(tokens_T, device),
         positions_T=sent(torch.cat(positions), device),
         trees=trees,
         members=[(b.prompt.index, [s.sample_index for s, _ in b.samples]) for b in batch],
         layout=TreeLayout.of(trees, device),
         source_rows_C=sent(torch.cat(source_rows), device),
-        targets_C=_joined_array("q", [_sampled_tokens(s) for s, _ in samples], device),
-        sampler_logprobs_C=_joined_array("f", [s.logprobs_T for s, _ in samples], device),
+        targets_C=_tensor(array("q", chain.from_iterable(_sampled_tokens(s) for s, _ in samples)), device),
+        sampler_logprobs_C=_tensor(array("f", chain.from_iterable(s.logprobs_T for s, _ in samples)), device),
         advantages_C=per_token([s.advantage for s, _ in samples], torch.float32),
         weights_C=per_token([weight for _, weight in samples], torch.float32),
         routes_T=_routes(batch, device),
@@ -210,10 +205,10 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
     )
 
 
-def _spans(lengths_S: list[int], device: torch.device) -> Segments:
-    spans = Segments.of(lengths_S)
-    own = sent(spans.lengths_S, device), sent(spans.places_T, device)
-    return Segments(lengths_S=own[0], longest=spans.longest, places_T=own[1])
+def _spans(lengths: list[int], device: torch.device) -> Segments:
+    spans = Segments.of(lengths)
+    lengths_S, places_T = sent(spans.lengths_S, device), sent(spans.places_T, device)
+    return Segments(lengths_S=lengths_S, longest=spans.longest, places_T=places_T)
 
 
 def _joined(parts: list[TeacherLogprobs | None], device: torch.device) -> TeacherLogprobs | None:
@@ -252,12 +247,7 @@ def _sampled_tokens(sample: Sample) -> list[int]:
     return [sample.tokens_T[index] for index in sample.sampled_indices]
 
 
-def _joined_array(kind: Literal["q", "f"], values: list[list], device: torch.device) -> Tensor:
-    """Return the samples' values, one for each sampled token, as one tensor."""
-    joined = array(kind, chain.from_iterable(values))
-    return _tensor(joined, torch.int64 if kind == "q" else torch.float32, device)
-
-
-def _tensor(values: array, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _tensor(values: array, device: torch.device) -> Tensor:
     """torch.tensor takes four times as long for a list, and waits for the copy."""
+    dtype = {"q": torch.int64, "f": torch.float32}[values.typecode]
     return sent(torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype), device)

@@ -31,9 +31,9 @@ class TransformersForward:
         """Return (logprob_C, entropy_C) of the sampled tokens."""
         tokens_ST, samples_C, positions_C = _padded(batch)
         first = int(positions_C.min()) if self._keeps_logits else 0
-        kept = {"logits_to_keep": tokens_ST.shape[1] - first} if self._keeps_logits else {}
+        options = {"logits_to_keep": tokens_ST.shape[1] - first} if self._keeps_logits else {}
         with self._model.running.within(linear_pass):
-            logits_STV = self._model.model(tokens_ST, use_cache=False, **kept).logits
+            logits_STV = self._model.model(tokens_ST, use_cache=False, **options).logits
         logits_CV = logits_STV[samples_C, positions_C - first].float()
         if batch.mask is not None:
             batch.mask.fill_(logits_CV, 0)

@@ -7,7 +7,7 @@ from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.attention.tree_attention import TreeLayout
 from qerl.kernels.head.logprob import chunked_logprob
 from qerl.kernels.runtime.nvrtc import KernelVariant, dry_run
-from qerl.learner.packed_forward import head_of
+from qerl.learner.forward import head_of
 from qerl.models.decoder import Attend, Decoder, Layer, RowContext, run_layer
 from qerl.models.delta_net import recur_over
 from qerl.types import Tree
@@ -20,8 +20,7 @@ def pass_kernels(decoder: Decoder, *, chunk_tokens: int) -> list[KernelVariant]:
     the sum of a prompt's gradients.
 
     decoder: without memory (models/meta_decoder.py), of layers with dense MLPs; none are listed for others.
-    chunk_tokens: learn.logprob_chunk_tokens.
-    """
+    chunk_tokens: learn.logprob_chunk_tokens."""
     if any(kind.mlp != "dense" for kind in decoder.architecture.kinds):
         return []
     positions_T = torch.arange(_ROWS, device=decoder.device)

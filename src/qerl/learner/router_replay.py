@@ -42,7 +42,7 @@ class RouterReplay:
         if routes_T is not None:
             self._recorded = dict(zip(self._layers, routes_T.view(shape).unbind(1), strict=True))
         self._used = dict(self._recorded) if is_replayed else {}
-        self._own: dict[int, Tensor] = {}  # the learner's choices, to be compared all at once
+        self._preferred: dict[int, Tensor] = {}  # the learner's choices, to be compared all at once
 
     def rows_by_layer(self) -> RowsByLayer:
         """Return the routes of all layers, if they are replayed: they are sorted at once, and the host waits
@@ -56,8 +56,8 @@ class RouterReplay:
         return {layer: ChosenRows(ids, rows, RowEnds(ends), False) for layer, ids, rows, ends in parts}
 
     def __call__(self, layer_index: int, ids_TK: Tensor) -> Tensor:
-        if layer_index in self._recorded and layer_index not in self._own:
-            self._own[layer_index] = ids_TK.to(torch.uint8)
+        if layer_index in self._recorded and layer_index not in self._preferred:
+            self._preferred[layer_index] = ids_TK.to(torch.uint8)
         if layer_index not in self._used:
             self._used[layer_index] = ids_TK.to(torch.uint8)
         return self._used[layer_index].long()
@@ -65,11 +65,12 @@ class RouterReplay:
     def reading(self) -> RoutingReading:
         """Return the counts of a pass that has been through all layers."""
         differs_TL = None
-        if self._own:
-            own, recorded = (
-                [of[x] for x in self._layers if x in self._own] for of in (self._own, self._recorded)
+        if self._preferred:
+            preferred, recorded = (
+                [of[x] for x in self._layers if x in self._preferred]
+                for of in (self._preferred, self._recorded)
             )
-            differs_TL = (torch.stack(own, 1) != torch.stack(recorded, 1)).any(2)
+            differs_TL = (torch.stack(preferred, 1) != torch.stack(recorded, 1)).any(2)
         return RoutingReading(self._counts_LE, differs_TL)
 
     @functools.cached_property

@@ -4,6 +4,8 @@ It has an engine of its own, whose kernels and graphs are made while the adapter
 Its KV cache is open only while it answers, which is after the samples of a step.
 """
 
+import functools
+
 from qerl.config import EngineConfig, JudgeConfig
 from qerl.engine.engine import Engine
 from qerl.engine.sampling_engine import SamplingEngine
@@ -21,7 +23,6 @@ class BaseJudge:
         """engine: the run's; only its tokens are used where the decoder is qerl's own."""
         self._model, self._run_engine, self._tokenizer = model, engine, engine.tokenizer
         self._judge, self._config = judge, config
-        self._engine: SamplingEngine | None = None
 
     def __call__(self, messages: list[str]) -> list[str | Failure]:
         """Return the reply to each message, or why there is none."""
@@ -29,9 +30,8 @@ class BaseJudge:
         prompts_P = [each for each in prompts if isinstance(each, Prompt)]
         sampling = Sampling(max_tokens=self._judge.max_tokens, temperature=0.0)
         with self._model.noise_table.paused(), adapter_off(self._model):
-            engine = self._engine = self._engine or self._make_engine()
             request = GenerateRequest(prompts_P, num_samples=1, sampling=sampling, seed=0, step=0)
-            groups = engine.generate(request)
+            groups = self._engine.generate(request)
         replies = iter(group.samples_G[0].text for group in groups)
         return [each if isinstance(each, Failure) else next(replies) for each in prompts]
 
@@ -46,7 +46,8 @@ class BaseJudge:
             return Failure("too long", f"judge: the rubric has {len(tokens_T)} tokens; the limit is {limit}")
         return Prompt(index=index, text=text, tokens_T=tokens_T, messages=messages, columns={})
 
-    def _make_engine(self) -> SamplingEngine:
+    @functools.cached_property
+    def _engine(self) -> SamplingEngine:
         """Return an engine whose kernels have no adapter; transformers' operations look at each call."""
         if not isinstance(self._model, Decoder):
             return self._run_engine

@@ -99,10 +99,12 @@ def _sampled(
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
     max_tokens = min(config.sample.max_tokens, MAX_SAMPLE_TOKENS)
     sampling = dataclasses.replace(sampling_of(config), max_tokens=max_tokens)
-    found: dict[int, tuple[list[int], list[list[int]]]] = {}
+    samples_by_prompt: dict[int, tuple[list[int], list[list[int]]]] = {}
     num_tokens = 0
     for call in range(_MAX_CALLS):
-        prompts_P = [p for p in task.train_prompts(call, config.num_prompts) if p.index not in found]
+        prompts_P = [
+            p for p in task.train_prompts(call, config.num_prompts) if p.index not in samples_by_prompt
+        ]
         if not prompts_P or num_tokens >= CALIBRATION_TOKENS:
             break
         request = GenerateRequest(
@@ -110,9 +112,9 @@ def _sampled(
         )
         for group in engine.generate(request):
             samples = list(map(list, dict.fromkeys(tuple(sample.tokens_T) for sample in group.samples_G)))
-            found[group.prompt.index] = group.prompt.tokens_T, samples
+            samples_by_prompt[group.prompt.index] = group.prompt.tokens_T, samples
             num_tokens += len(group.prompt.tokens_T) + sum(map(len, samples))
-    return list(found.values())
+    return list(samples_by_prompt.values())
 
 
 def _float_decoder(checkpoint: Checkpoint, compute: torch.dtype, device: str, *, resident: bool) -> Decoder:

@@ -1,8 +1,8 @@
 """Begin to compile the kernels of a run while its weights are read.
 
-The kernels follow from the configuration and the checkpoint's config.json: dry runs of an outline of the
-model list those of a decode step of each number of rows, then those of prefill and update. The cubins go to
-the disk cache, so the run that meets other kernels, or this part's errors, compiles as it would have done.
+The kernels follow from the configuration and the checkpoint's config.json: dry runs of a decoder without
+memory list those of a decode step of each number of rows, then those of prefill and update. The cubins go to
+the disk cache. A run that needs other kernels compiles them itself, also if this part fails.
 """
 
 import torch
@@ -25,8 +25,7 @@ from qerl.training.rollouts.rollout import sampling_of
 def compile_while_loading(config: RunConfig, num_positions: int) -> BackgroundCompiler | None:
     """Start to compile in threads; None where no kernel of this project computes, as on a CPU.
 
-    config.model has no `auto`; num_positions: of the longest prompt and sample that are expected.
-    """
+    config.model has no `auto`; num_positions: of the longest prompt and sample that are expected."""
     device = torch.device(config.model.device)
     if not has_tile_kernels(device) or not _is_planned(config.model, config.adapter):
         return None

@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class ObserverRequest:
     save: bool = False
     stop: bool = False
     """Save and end the run, which then counts as complete."""
@@ -20,9 +20,9 @@ class Observer(Protocol):
     def begin(self, first_step: int) -> None:
         """Called once the model is loaded and a checkpoint resumed."""
 
-    def after_step(self, step: int, metrics: dict[str, float]) -> Asked:
+    def after_step(self, step: int, metrics: dict[str, float]) -> ObserverRequest:
         """metrics: those of the step so far, without durations."""
-        return Asked()
+        return ObserverRequest()
 
     def finished(self, step: int, is_saved: bool) -> None:
         """Called after each step and the copy of the state for a checkpoint that may follow it."""

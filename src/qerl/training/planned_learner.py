@@ -9,7 +9,6 @@ from qerl.cost.operands import operand_cache_bytes
 from qerl.learner import Learner
 from qerl.learner.distributed import Ranks
 from qerl.learner.plan import memory as plan
-from qerl.learner.plan.microbatch import with_microbatches
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Group
 
@@ -33,7 +32,7 @@ def planned_learner(
     if arch is not None and device.type != "cpu":
         gpu_bytes = min(ranks.gather(plan.usable_bytes(device)))  # all ranks choose the same
         config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
-        config = with_microbatches(arch, config, prompt_tokens, gpu_bytes)
+        config = plan.with_microbatches(arch, config, prompt_tokens, gpu_bytes)
         rows = plan.full_rows(config, prompt_tokens)
         needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens, rows))
         keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes, rows)

@@ -3,15 +3,17 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
+from qerl.config.conflicts import NEEDS_OUR_DECODER, holding
 from qerl.engine.engine import Engine
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.engine.transformers_engine import TransformersEngine
-from qerl.errors import require
+from qerl.errors import UserError, require
 from qerl.learner import checkpoint
 from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.notices import checkpoint_notices, skipped_notices
@@ -26,9 +28,20 @@ from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.transformers_backend.backend import backend_of, max_positions_of
 from qerl.tasks import RewardPool, Task
 from qerl.tasks.prompt import set_template_variables
-from qerl.training.backend_limits import check_backend
 from qerl.training.rollouts.teacher import teacher_checkpoint
 from qerl.types import Prompt
+
+
+def check_backend(config: RunConfig) -> None:
+    """Raise UserError if transformers is to run the model and a setting needs our own decoder."""
+    if backend_of(config.model) == "qerl":
+        return
+    setting = holding(config, NEEDS_OUR_DECODER).partition(", ")[0]
+    if setting:
+        raise UserError(
+            f"{setting} needs the package's own decoder, but transformers' code runs this model"
+            " (model.backend): set it back to its default"
+        )
 
 
 def load_policy(config: RunConfig) -> tuple[PolicyModel, SamplingEngine, Task]:
@@ -48,8 +61,8 @@ def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
 
 def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
     """Raise UserError if a reward lacks a column. Return a line for each table of rows, and one for each
-    checkpoint, the teacher's too, of which a part is not used as it is given; with config.strict these are
-    errors. A line about tensors that no language model has is none."""
+    checkpoint, the teacher's too, of which a part is not used as it is stored; with config.strict these are
+    errors, but not the lines about tensors that no language model has."""
     pool.check(task.train_prompts(0, config.num_prompts)[0])
     notices = task.notices(config.task, reads_answer=pool.reads_answer(config.task.answer_column))
     stored = [(locate(config.model.path).open(), config.model.format), *teacher_checkpoint(config)]
@@ -62,7 +75,9 @@ def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:
     """Raise UserError for what several ranks or an environment cannot do."""
     is_deep, has_env = config.algo.branching == "deep", pool.has_environment
     is_refused = config.rollout.partial and (has_env or config.num_prompts < ranks.count)
-    require(not is_refused, "rollout.partial needs a prompt for each rank, and no environment")
+    require(
+        not is_refused, "rollout.partial needs at least one prompt per rank; environments are not supported"
+    )
     if is_deep and has_env:
         require(
             pool.is_deterministic,
@@ -70,8 +85,8 @@ def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:
             " if the same seed and answers always get the same replies",
         )
         scope = config.noise.scope
-        message = f"noise.scope {scope} does not work with algo.branching deep and an environment: set it to"
-        require(scope == "step", f"{message} step")
+        conflict = f"noise.scope {scope} does not work with algo.branching deep and an environment"
+        require(scope == "step", f"{conflict}: set it to step")
 
 
 def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:
@@ -84,12 +99,10 @@ def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase
 
 
 def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> None:
-    """max_prompt_tokens: `load_tokenizer_and_limit`'s; option: the name that the user gave max_tokens by."""
-    positions = max_prompt_tokens + max_tokens
-    text = (
-        f"{option} is {max_tokens}, but the model has only {positions} positions, prompt included: lower it"
-    )
-    require(max_prompt_tokens > 0, text)
+    """Raise UserError if max_tokens leave no position for a prompt. max_prompt_tokens: of
+    load_tokenizer_and_limit; option: the user's name for max_tokens."""
+    positions = f"{max_prompt_tokens + max_tokens} positions, prompt included"
+    require(max_prompt_tokens > 0, f"{option} is {max_tokens}, but the model has only {positions}: lower it")
 
 
 def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:
@@ -102,33 +115,26 @@ def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:
 
 def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PolicyModel, SamplingEngine]:
     model, source = config.model, locate(config.model.path)
-    stop_ids, compute = stop_token_ids(tokenizer, source), COMPUTE[model.dtype]
-    device, resident = torch.device(model.device), model.operand == "resident"
+    stop_ids = stop_token_ids(tokenizer, source)
+    build: dict[str, Any] = {"format": model.format, "compute": COMPUTE[model.dtype]}
+    build |= {"device": torch.device(model.device), "resident": model.operand == "resident"}
     if backend_of(model) == "transformers":
-        from qerl.models.transformers_backend.transformers_loader import (
-            load_transformers_model,  # takes seconds to import
-        )
+        from qerl.models.transformers_backend import transformers_loader  # takes seconds to import
 
         check_backend(config)
-        decoder = load_transformers_model(
-            source, format=model.format, compute=compute, device=device, resident=resident
-        )
-        check_rank(decoder, config.adapter)
-        add_adapter(decoder, config.adapter, seed=config.seed)
+        decoder = transformers_loader.load_transformers_model(source, **build)
+        _add_adapter(decoder, config)
         return decoder, TransformersEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
-    decoder = build_decoder(
-        source.open(),
-        format=model.format,
-        compute=compute,
-        device=device,
-        resident=resident,
-        head=model.head_format,
-    )
-    check_rank(decoder, config.adapter)
-    add_adapter(decoder, config.adapter, seed=config.seed)
+    decoder = build_decoder(source.open(), **build, head=model.head_format)
+    _add_adapter(decoder, config)
     set_router_noise(decoder, config.noise.router)
     sampler = decoder if model.sampler_format is None else make_sampler_copy(decoder, model.sampler_format)
     return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
+
+
+def _add_adapter(model: PolicyModel, config: RunConfig) -> None:
+    check_rank(model, config.adapter)
+    add_adapter(model, config.adapter, seed=config.seed)
 
 
 def load_trained_sampler(

@@ -1,4 +1,4 @@
-"""Try what a run needs, part by part, without training: what works, and what must be mended first.
+"""Try what a run needs, part by part, without training: what works, and what must be fixed first.
 
     python    device    kernels    sandbox                                      of the machine
     out       loggers   functions  model   tokenizer   rows   reward   speed    of a run
@@ -44,8 +44,7 @@ from qerl.tasks.scoring import Failure
 from qerl.tracking.atomic_file import finite, read_object
 from qerl.tracking.loggers import check_loggers
 from qerl.tracking.provenance import check_same_run, version
-from qerl.training.backend_limits import check_backend
-from qerl.training.policy import check_task, load_sampler, load_task
+from qerl.training.policy import check_backend, check_task, load_sampler, load_task
 from qerl.training.rollouts.rollout import sampling_of, step_request
 from qerl.types import Group, Prompt, Sample
 
@@ -68,7 +67,7 @@ class Finding:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-Found = Iterator[tuple[Status, str, dict[str, Any]]]
+Outcomes = Iterator[tuple[Status, str, dict[str, Any]]]
 
 
 class Preflight:
@@ -100,14 +99,14 @@ class Preflight:
                 text = str(error) if is_ours else f"{type(error).__name__}: {error}"
                 yield Finding(part, "broken", redact(printable(text)))
 
-    def python(self) -> Found:
+    def python(self) -> Outcomes:
         versions = {name: version(name) for name in _PACKAGES}
         listed = ", ".join(f"{name} {number}" for name, number in versions.items() if number is not None)
         machine = f"{platform.system()} {platform.release()} {platform.machine()}"
         values = {"python": platform.python_version(), "os": machine, **versions}
         yield "ok", f"Python {values['python']}, {listed}, {machine}", values
 
-    def device(self) -> Found:
+    def device(self) -> Outcomes:
         num_cores = _num_cores()
         memory_gb = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
         values = {"cores": num_cores, "memory_gb": memory_gb}
@@ -120,8 +119,8 @@ class Preflight:
         model = self._config.model
         yield "ok", f"the run uses {model.device}, computes in {model.dtype}", {"device": model.device}
 
-    def kernels(self) -> Found:
-        """Say what `kernel_obstacle` says of this device; of the model, `model` does, where it differs."""
+    def kernels(self) -> Outcomes:
+        """Report the obstacle of this device; `model` reports that of the model where it differs."""
         self._of_device = self._kernels(NO_KERNELS if self._chosen_kernels == "torch" else None)
         yield self._of_device
 
@@ -140,7 +139,7 @@ class Preflight:
     def _chosen_kernels(self) -> Kernels:
         return choose_kernels(self._config.engine.kernels, torch.device(self._config.model.device))
 
-    def sandbox(self) -> Found:
+    def sandbox(self) -> Outcomes:
         try:
             sandbox = choose(unsafe=self._config.task.code.unsafe)
         except SandboxUnavailable as error:
@@ -148,7 +147,7 @@ class Preflight:
         else:
             yield "ok", str(sandbox), {"backend": sandbox.backend}
 
-    def out(self) -> Found:
+    def out(self) -> Outcomes:
         folder = Path(self._config.out).absolute()
         existing = next(each for each in (folder, *folder.parents) if each.exists())
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
@@ -161,11 +160,11 @@ class Preflight:
             check_same_run(record, read_object(record).get("config", {}), finite(dataclasses.asdict(config)))
             yield "note", f"{self._config.out} holds a run of these settings, which goes on", {}
 
-    def loggers(self) -> Found:
+    def loggers(self) -> Outcomes:
         check_loggers(self._config.loggers)
         yield "ok", ", ".join(self._config.loggers) or "none", {}
 
-    def functions(self) -> Found:
+    def functions(self) -> Outcomes:
         """Import the reward functions. Their processes are forked, so before a model is read."""
         if (agent := self._config.agent.function) is not None:
             require_installed("an agent", *ENDPOINT_PACKAGES)
@@ -182,7 +181,7 @@ class Preflight:
     def _rewards(self) -> str:
         return ", ".join(self._config.task.rewards)
 
-    def model(self) -> Found:
+    def model(self) -> Outcomes:
         config, model = self._config, self._config.model
         source = locate(model.path)
         if backend_of(model) == "transformers":
@@ -219,7 +218,7 @@ class Preflight:
         values = {"path": str(source.path), "format": self._config.model.format}
         return "note", text, values | {"backend": "transformers", "max_positions": self._max_positions}
 
-    def tokenizer(self) -> Found:
+    def tokenizer(self) -> Outcomes:
         path = self._config.model.path
         tokenizer, vocab_size = load_tokenizer(path), self._vocab_size
         stop_tokens = stop_token_ids(tokenizer, locate(path))
@@ -234,7 +233,7 @@ class Preflight:
         _, tokens_T = render_chat(tokenizer, _HELLO)
         yield "ok", f"the chat template makes {len(tokens_T)} tokens of a message of one word", {}
 
-    def rows(self) -> Found:
+    def rows(self) -> Outcomes:
         config = self._config
         self._tokenizer, self._task = load_task(config)
         prompts_P = self._prompts_P = self._task.train_prompts(0, config.num_prompts)
@@ -246,7 +245,7 @@ class Preflight:
         values = {"median_tokens": median, "max_tokens": max(lengths), "held_out": num_held_out}
         yield "ok", text, values
 
-    def reward(self) -> Found:
+    def reward(self) -> Outcomes:
         if self._config.agent.function is not None:
             yield "ok", "the agent's return value is the reward; it is not tried here", {}
             return
@@ -288,7 +287,7 @@ class Preflight:
         if isinstance(reply, Failure):
             raise UserError(f"task.rewards: row {prompt.index + 1}: {reply.cause}: {reply.message}")
 
-    def speed(self) -> Found:
+    def speed(self) -> Outcomes:
         """Sample for about ten seconds; the first tokens, which make caches and graphs, do not count."""
         config, sampling = self._config, sampling_of(self._config)
         text, group = list(self._tokenizer(_TEXT)["input_ids"]), config.num_generations
@@ -319,7 +318,7 @@ class Preflight:
             yield "note", notice, {}
 
 
-PARTS: dict[str, tuple[Callable[[Preflight], Found], tuple[str, ...]]] = {
+PARTS: dict[str, tuple[Callable[[Preflight], Outcomes], tuple[str, ...]]] = {
     "python": (Preflight.python, ()),
     "device": (Preflight.device, ()),
     "kernels": (Preflight.kernels, ("device",)),

@@ -213,14 +213,14 @@ class RemoteEngine(ReplayingEngine):
         self, parents: list[Parent], num_branches: int, request: GenerateRequest
     ) -> list[list[Sample]]:
         shared = num_branches, request.with_prompts([])
-        jobs = self._start("branch", request.step, parents, lambda own: (own, *shared)) if parents else []
+        jobs = self._start("branch", request.step, parents, lambda share: (share, *shared)) if parents else []
         self._start_ahead(request, request.step + self._config.ray.max_staleness)
         parts = self._results(jobs, request.step)
         return [samples_G for _, samples_G in self._split.interleave([part.groups_P for part in parts])]
 
     def _groups(self, request: GenerateRequest, parts: list[Sampled]) -> list[Group]:
-        found_P = self._split.interleave([part.groups_P for part in parts])
-        pairs = zip(request.prompts_P, found_P, strict=True)
+        samples_P = self._split.interleave([part.groups_P for part in parts])
+        pairs = zip(request.prompts_P, samples_P, strict=True)
         return [Group(prompt=opened or prompt, samples_G=samples_G) for prompt, (opened, samples_G) in pairs]
 
     def _results_of(self, request: GenerateRequest) -> list[Sampled]:
@@ -256,7 +256,7 @@ class RemoteEngine(ReplayingEngine):
 
     def _start_samples(self, request: GenerateRequest) -> list[_Job]:
         return self._start(
-            "sample", request.step, request.prompts_P, lambda own_P: (request.with_prompts(own_P),)
+            "sample", request.step, request.prompts_P, lambda share_P: (request.with_prompts(share_P),)
         )
 
     def _start(
@@ -266,8 +266,8 @@ class RemoteEngine(ReplayingEngine):
         noise = None if step == EVALUATION_STEP else self._noise.state()
         policy, jobs = PublishedPolicy(self._version, self._published, noise), []
         for index in range(self._split.count):
-            own = Ranks(index, self._split.count).own(items)
-            jobs.append(_Job(index, method, policy, len(own), arguments(own)))
+            share = Ranks(index, self._split.count).share(items)
+            jobs.append(_Job(index, method, policy, len(share), arguments(share)))
             self._send(jobs[-1])
         self._pending += jobs
         return jobs
@@ -323,8 +323,8 @@ def _key(request: GenerateRequest) -> tuple[int, tuple[int, ...]]:
 
 def with_round(before: dict[str, float], of_workers: list[dict[str, float]]) -> dict[str, float]:
     """Add metrics of workers that ran at the same time: the longest of their seconds, the sum of all else."""
-    merged = {
-        name: (max if name.endswith("_s") else sum)(each[name] for each in of_workers)
-        for name in of_workers[0]
-    }
-    return before | {name: before.get(name, 0.0) + value for name, value in merged.items()}
+    merged = dict(before)
+    for name in of_workers[0]:
+        combine = max if name.endswith("_s") else sum
+        merged[name] = before.get(name, 0.0) + combine(each[name] for each in of_workers)
+    return merged

@@ -29,7 +29,7 @@ from qerl.types import GenerateRequest, Prompt, Sample
 
 
 class Episodes(Protocol):
-    """Whatever makes episodes of an engine's samples, with a process that is started before the model."""
+    """Maker of episodes of an engine's samples; its process is started before the model is loaded."""
 
     def engine(self, engine: SamplingEngine) -> ReplayingEngine: ...
 
@@ -60,7 +60,7 @@ class Sampled:
     noise_draws: int
     num_tokens: int
     metrics: dict[str, float]
-    """The engine's own."""
+    """The engine's loaded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,36 +100,33 @@ class Worker:
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def sample(self, policy: PublishedPolicy, request: GenerateRequest) -> Sampled:
-        with self._sampling_by(policy, request.step) as own:
-            groups_P, histories_P_G = own.engine.sample(request)
-        is_branched = self._config.algo.branching != "none"
+        with self._sampling_by(policy, request.step) as loaded:
+            groups_P, histories_P_G = loaded.engine.sample(request)
         pairs = zip(groups_P, request.prompts_P, strict=True)
-        return self._sampled(
-            [(None if g.prompt is prompt else g.prompt, g.samples_G) for g, prompt in pairs],
-            policy,
-            histories_P_G if is_branched else [],
-        )
+        sampled_P = [(None if g.prompt is prompt else g.prompt, g.samples_G) for g, prompt in pairs]
+        is_branched = self._config.algo.branching != "none"
+        return self._sampled(sampled_P, policy, histories_P_G if is_branched else [])
 
     def branch(
         self, policy: PublishedPolicy, parents: list[Parent], num_branches: int, request: GenerateRequest
     ) -> Sampled:
         """Branch samples of any worker."""
-        with self._sampling_by(policy, request.step) as own:
-            branches = own.engine.branch(parents, num_branches, request)
+        with self._sampling_by(policy, request.step) as loaded:
+            branches = loaded.engine.branch(parents, num_branches, request)
         return self._sampled([(None, samples_G) for samples_G in branches], policy)
 
     @contextlib.contextmanager
     def _sampling_by(self, policy: PublishedPolicy, step: int) -> Iterator[_Loaded]:
         """Sample with this version, fetching its adapter if it changed."""
-        own = self._loaded
-        if policy.version != own.inner.version or policy.version == 0:
-            load_adapter(own.model, self._get(policy.adapter[0]))
-            own.engine.publish(policy.version)
+        loaded = self._loaded
+        if policy.version != loaded.inner.version or policy.version == 0:
+            load_adapter(loaded.model, self._get(policy.adapter[0]))
+            loaded.engine.publish(policy.version)
         with contextlib.ExitStack() as stack:
             if policy.noise is not None:
-                own.noise.load(policy.noise)
-                stack.enter_context(own.noise.sampling(step))
-            yield own
+                loaded.noise.load(policy.noise)
+                stack.enter_context(loaded.noise.sampling(step))
+            yield loaded
 
     def _sampled(
         self,
@@ -137,11 +134,11 @@ class Worker:
         policy: PublishedPolicy,
         histories_P_G: HistoriesPG | None = None,
     ) -> Sampled:
-        own = self._loaded
+        loaded = self._loaded
         return Sampled(
             groups_P=groups_P,
             histories_P_G=histories_P_G or [],
-            noise_draws=0 if policy.noise is None else own.noise.num_drawn,
-            num_tokens=own.engine.stats.num_tokens,
-            metrics=own.engine.take_metrics(),
+            noise_draws=0 if policy.noise is None else loaded.noise.num_drawn,
+            num_tokens=loaded.engine.stats.num_tokens,
+            metrics=loaded.engine.take_metrics(),
         )

@@ -10,7 +10,6 @@ taken after the step that runs meanwhile, or before the next write.
 
 import contextlib
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -40,7 +39,9 @@ class RunCheckpoints:
         self._journal, self._ranks = journal, ranks
         self._finished: tuple[int, int, int, dict[str, Any] | None] | None = None
         self._last_saved = 0
-        self._writer, self._memory = CheckpointWriter(), HostCopy()
+        self._memory, self._thread = HostCopy(), ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[float] | None = None
+        """The write in progress, or its seconds."""
 
     def __enter__(self) -> Self:
         return self
@@ -54,7 +55,7 @@ class RunCheckpoints:
             with contextlib.suppress(RunError):  # what ends the run already is its cause
                 self._journal.notice(str(error))
         finally:
-            self._writer.close()
+            self._thread.shutdown(wait=True)
 
     def load_latest(self) -> checkpoint.Resumed | None:
         """Load the newest intact checkpoint on the first rank, and copy the learner to the others, which may
@@ -82,7 +83,7 @@ class RunCheckpoints:
             self.wait()
             place = self._journal.place()
             state = checkpoint.snapshot(self._learner, next_step=next_step, extra=extra, memory=self._memory)
-            self._writer.start(lambda: self._write(place, state))
+            self._pending = self._thread.submit(self._write, place, state)
             if waits or place != self._folder:
                 self.wait()
         if place != self._folder:
@@ -99,12 +100,18 @@ class RunCheckpoints:
         self._take(waits=False)
 
     def _take(self, *, waits: bool) -> None:
-        write_s = self._writer.take(waits=waits)
-        if write_s is not None:
-            self._journal.carry(checkpoint_write_s=write_s)
+        """Log the seconds of a write that has ended since the last call, or raise its error."""
+        pending = self._pending
+        if pending is None or not (waits or pending.done()):
+            return
+        pending.exception()  # waits; a signal's exception leaves the write pending
+        self._pending = None
+        self._journal.carry(checkpoint_write_s=pending.result())
 
-    def _write(self, place: Path | None, state: checkpoint.Snapshot) -> None:
-        """Write where the folder is; once more if it was moved or removed meanwhile. place: where it was."""
+    def _write(self, place: Path | None, state: checkpoint.Snapshot) -> float:
+        """Write where the folder is; once more if it was moved or removed meanwhile. Return the seconds.
+        place: where it was."""
+        begin = time.perf_counter()
         try:
             self._write_to(place, state)
         except CheckpointError:
@@ -112,13 +119,14 @@ class RunCheckpoints:
                 raise
             self._write_to(now, state)
         self._journal.saved(state.next_step)
+        return time.perf_counter() - begin
 
     def _write_to(self, place: Path | None, state: checkpoint.Snapshot) -> None:
         checkpoint.write((place or self._folder) / "checkpoints", state, keep=self._config.keep)
 
     def save_finished(self) -> None:
-        """Save the last finished step, in the middle of the next one: another rank is lost. Once the next
-        step has changed the adapter, the newest checkpoint has to do."""
+        """Save the last finished step after another rank was lost in the next one. If that one has changed
+        the adapter already, nothing is saved."""
         if self._finished is None or not self._ranks.is_first:
             return
         next_step, version, num_applied, extra = self._finished
@@ -132,38 +140,6 @@ class RunCheckpoints:
         """Say how a run that ends now is resumed."""
         if self._last_saved:
             self._journal.notice(resumes_from(self._last_saved))
-
-
-class CheckpointWriter:
-    """Owns the thread that writes, one checkpoint at a time; close() waits for it."""
-
-    def __init__(self):
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[float] | None = None
-
-    def start(self, write: Callable[[], object]) -> None:
-        """Call `write` in the thread. `take` must have returned or raised the result of the call before."""
-        assert self._pending is None, "a checkpoint is still being written"
-        self._pending = self._pool.submit(_timed, write)
-
-    def take(self, *, waits: bool) -> float | None:
-        """Return the seconds of a write that has ended since the last call, or raise its error; None: none
-        was begun, or if this does not wait, it has not ended."""
-        pending = self._pending
-        if pending is None or not (waits or pending.done()):
-            return None
-        pending.exception()  # waits; a signal's exception leaves the write pending
-        self._pending = None
-        return pending.result()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
-
-
-def _timed(write: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    write()
-    return time.perf_counter() - begin
 
 
 def check_vanished(folder: Path, journal: Journal | NullJournal, *, accepts_changes: bool) -> None:

@@ -81,8 +81,8 @@ class OpenRun:
     observer: Observer
 
     def complete(self, config: RunConfig, load: Callable[[], Training]) -> dict[str, Any]:
-        """Return the run's result. A run that is complete has one; any other is loaded and goes on where it
-        stopped. The journal has been started."""
+        """Return the stored result of a complete run; load any other run, continue it and return its result.
+        The journal must have been started."""
         folder, report = self.folder, self.folder / "report.html"
         result = self.ranks.from_first(lambda: self.journal.result)
         if result is not None:
@@ -181,9 +181,9 @@ class Session:
         return first_step
 
     def _evaluations_at(self, first_step: int) -> dict[str, Any]:
-        """Return the evaluations with which the run goes on: before the first step none, as they belong to an
-        earlier config. That after training has the number of its steps in its name if the run is given more
-        of them, and is dropped if steps before it are done again, as a later checkpoint is gone."""
+        """Return the evaluations that are valid at this step: none before the first one, as they belong to an
+        earlier config. If num_steps was raised, the one after training gets the number of its steps in its
+        name; if steps before it are repeated, as a later checkpoint is gone, it is dropped."""
         valid = dict(self._evaluations) if first_step else {}
         if first_step < self._training.config.num_steps and "after" in valid:
             after = valid.pop("after")
@@ -209,8 +209,8 @@ class Session:
         ranks, stop, observer = self._run.ranks, self._run.stop, self._run.observer
         next_step, state = step + 1, self._training.state()
         self._checkpoints.finished(next_step, state)
-        asked = observer.after_step(step, metrics)
-        requests = ranks.gather((stop.requested or 0, asked.save, asked.stop))
+        request = observer.after_step(step, metrics)
+        requests = ranks.gather((stop.requested or 0, request.save, request.stop))
         requested, asks_save, asks_stop = map(max, zip(*requests, strict=True))  # a later signal: next step
         is_due = self._checkpoints.is_due(next_step, self._training.config.num_steps)
         saves = bool(requested or asks_save or asks_stop or is_due)

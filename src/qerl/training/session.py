@@ -19,6 +19,7 @@ from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import Ranks, join_ranks
+from qerl.learner.plan.memory import with_fields
 from qerl.models.decoder import Decoder
 from qerl.models.device import resolve_device
 from qerl.models.quantize.quantization_check import check_quantization
@@ -31,9 +32,9 @@ from qerl.tracking.trust import remember_started
 from qerl.training.base_judge import BaseJudge
 from qerl.training.calibrated import with_calibrated_base
 from qerl.training.compile_plan import compile_while_loading
-from qerl.training.engines.branchable import BranchingEngine
 from qerl.training.engines.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.engines.multi_turn import EnvironmentEpisodes, with_environment
+from qerl.training.engines.replayed_batch import BranchingEngine
 from qerl.training.loop import Parts, run
 from qerl.training.observer import Observer
 from qerl.training.planned_learner import planned_learner
@@ -86,8 +87,7 @@ def _load(
     config: RunConfig, opened: OpenRun, pool: RewardPool, cluster: Cluster | None, agents: Agents | None
 ) -> "ReinforcementLearning":
     threshold = pool.success_threshold(config.evaluate.success_threshold)
-    evaluate = dataclasses.replace(config.evaluate, success_threshold=threshold)
-    config = dataclasses.replace(config, evaluate=evaluate)
+    config = with_fields(config, "evaluate", success_threshold=threshold)
     config = with_calibrated_base(config, opened.ranks, opened.journal.notice)
     if cluster is not None:
         cluster.start(_make_episodes(config, pool, agents))

@@ -32,11 +32,10 @@ from qerl.models.transformers_backend.backend import max_positions_of
 from qerl.tasks.rows import check_file, file_sources
 from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import NullJournal, StepLog
-from qerl.training.backend_limits import check_backend
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.planned_learner import planned_learner
-from qerl.training.policy import load_sampler
+from qerl.training.policy import check_backend, load_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.run_shell import EndStep, OpenRun, Session, Training, evaluates_after, open_run
 from qerl.training.signals import StopSignal
@@ -189,8 +188,8 @@ class FineTuning(Training):
     def mean_loss(self) -> float:
         """Return the mean negative log-likelihood of the evaluation rows' learned tokens."""
         readings = self.learner.read(self._rows.evaluation())
-        own = Tally.of([-reading.logprob_C for reading in readings]) if readings else None
-        tallies = [tally for tally in self._ranks.gather(own) if tally is not None]
+        tally = Tally.of([-reading.logprob_C for reading in readings]) if readings else None
+        tallies = [tally for tally in self._ranks.gather(tally) if tally is not None]
         return sum(tally.total for tally in tallies) / sum(tally.count for tally in tallies)
 
     def evaluate(self, moment: str) -> tuple[dict[str, float], str]:

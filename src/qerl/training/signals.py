@@ -69,17 +69,12 @@ class StopSignal:
         """Act as if the first signal had arrived now, deferred."""
         self._first["signal"] = number, time.monotonic()
 
-    def _note(self, number: int) -> tuple[bool, float]:
-        """Return whether this signal is the first, and the first one's age in seconds.
-
-        A handler may run within another: `setdefault` is one step, so only one of them is first."""
-        own = number, time.monotonic()
-        first = self._first.setdefault("signal", own)
-        return first is own, own[1] - first[1]
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        is_first, age_s = self._note(number)
-        if not is_first and age_s < self._echo_s:
+        received = number, time.monotonic()
+        # A handler may run within another: `setdefault` is one step, so only one of them is first.
+        first = self._first.setdefault("signal", received)
+        is_first = first is received
+        if not is_first and received[1] - first[1] < self._echo_s:
             return
         if not (is_first and self._is_deferring):
             raise StoppedAtOnce(128 + number)

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from qerl.tracking.json_lines import read_lines
-from qerl.training.observer import Asked
+from qerl.training.observer import ObserverRequest
 from qerl.trl.config import TrainFields
 from qerl.trl.translate import Batch, plain
 
@@ -88,7 +88,7 @@ class CallbackObserver:
         self.call("on_train_begin")
         self.call("on_step_begin")
 
-    def after_step(self, step: int, metrics: dict[str, float]) -> Asked:
+    def after_step(self, step: int, metrics: dict[str, float]) -> ObserverRequest:
         self.control.should_log = self.control.should_save = False
         self.state.global_step = (step + 1) * self._batch.updates
         self.call("on_step_end")
@@ -96,7 +96,7 @@ class CallbackObserver:
             if any(name.startswith("eval_") for name in entry):
                 self.call("on_evaluate", metrics=entry)
             self.call("on_log", logs=entry)
-        return Asked(save=self.control.should_save, stop=self.control.should_training_stop)
+        return ObserverRequest(save=self.control.should_save, stop=self.control.should_training_stop)
 
     def finished(self, step: int, is_saved: bool) -> None:
         if is_saved:

@@ -17,8 +17,8 @@ from qerl.cli.main import command
 from qerl.config import AdapterConfig, DistilConfig, LearnConfig, NoiseConfig, RunConfig
 from qerl.errors import UserError
 from qerl.learner import Learner
+from qerl.learner.forward import head_of, packed_hidden
 from qerl.learner.minibatch import MinibatchPart
-from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.plan.memory import memory_parts
 from qerl.learner.plan.shapes import read_architecture
 from qerl.models.packed_writer import write_quantized

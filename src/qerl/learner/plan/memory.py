@@ -33,6 +33,7 @@ from qerl.cost.weights import (
     embedding_bytes,
     num_expert_adapter_weights,
     num_trained_weights,
+    num_weights,
     optimizer_bytes,
     weight_bytes,
 )
@@ -47,6 +48,9 @@ from qerl.models.peft.peft_reader import adapter_config
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
 _CHECKPOINTING_MODES = "none", "layer", "offload"
+MAX_TOKENS = 65_536  # of a micro-batch
+_ENOUGH_WORK = 5e13  # tokens * weights: 0.7 s of an H100
+_EVEN_TOKENS = 16_384
 USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
 
 
@@ -74,15 +78,15 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
     running = min(in_work * config.num_generations, engine.max_num_seqs)
     prompts = min(in_work, engine.max_num_seqs)
     pages = prompts * num_pages(prompt_tokens, engine.block_size)
-    kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
-    own = own_pages(prompt_tokens, max_tokens, engine.block_size)
-    pages += (kept + running) * own
+    num_branched = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
+    sample_pages = own_pages(prompt_tokens, max_tokens, engine.block_size)
+    pages += (num_branched + running) * sample_pages
     slots = prompts + running if config.algo.branching == "none" else config.num_prompts + running
     size = CacheSize.of(a, engine, dtype, slot_bytes=slot_bytes(a, compute), max_rows=engine.max_num_seqs)
     windowed = 0
     if size.window is not None:
-        windowed = prompts * size.window.prompt_pages(prompt_tokens) + kept * own
-        windowed += running * size.window.running_pages(own)
+        windowed = prompts * size.window.prompt_pages(prompt_tokens) + num_branched * sample_pages
+        windowed += running * size.window.running_pages(sample_pages)
     wanted = size.bytes_of(Space(pages + 1, windowed + 1, slots))
     return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
 
@@ -98,22 +102,21 @@ def microbatch_rows(config: RunConfig, prompt_tokens: int) -> int:
     """Return the rows of the largest micro-batch if all samples have the maximum length.
 
     It holds whole groups, or parts of a group with as many samples as fit, at least one. learner/packing.py
-    makes them no larger, and of about one size. With branches, there is one more group for each sample.
-    """
+    makes them no larger, and of about one size. With branches, there is one more group for each sample."""
     limit, branch = config.learn.microbatch_tokens, config.sample.max_tokens - 1
     group = prompt_tokens + config.num_generations * branch
     num_groups = _num_groups(config)
     if group <= limit:
         return group * min(limit // group, num_groups)
-    most = space = 0
+    max_rows = space = 0
     for _ in range(num_groups):
         left = config.num_generations
         while left:
             space = space if space >= prompt_tokens + branch else limit
             count = min(max((space - prompt_tokens) // max(branch, 1), 1), left)
             space, left = space - prompt_tokens - count * branch, left - count
-            most = max(most, limit - space)
-    return most
+            max_rows = max(max_rows, limit - space)
+    return max_rows
 
 
 def _num_groups(config: RunConfig) -> int:
@@ -131,7 +134,7 @@ def memory_parts(
     step_tokens = config.num_prompts * (prompt_tokens + config.num_generations * config.sample.max_tokens)
     prefill_rows = min(config.engine.batched_tokens(is_mixture=a.mixture is not None), step_tokens)
     # The head's rows are freed before the layers' backward passes begin; the saved inputs stay all along.
-    kept = kept_bytes(a, form, learn, rows)
+    saved = kept_bytes(a, form, learn, rows)
     layers = layer_bytes(a, form, learn, rows) + unpacked_bytes(a, form, learn)
     layers += int8_bytes(a, form, learn, rows)
     head = head_bytes(a, form, learn, rows, has_divergence=config.distil.is_divergence)
@@ -154,7 +157,7 @@ def memory_parts(
         MemoryPart("prefill", pass_bytes(a, form, prefill_rows), "sampling"),
         *_teacher_parts(a, config, rows),
         MemoryPart("adapter's gradients", 4 * n, "learning"),
-        MemoryPart(f"activations saved for {rows} rows", kept, "learning"),
+        MemoryPart(f"activations saved for {rows} rows", saved, "learning"),
         MemoryPart(backward, max(layers, head), "learning"),
         MemoryPart("layer inputs", host_bytes(a, learn, rows), "on the host"),
     ]
@@ -188,9 +191,7 @@ def _adapter_of(teacher: str) -> AdapterConfig | None:
     return None if folder is None else adapter_config(str(folder))
 
 
-@functools.cache
-def _architecture_of(teacher: str) -> Architecture:
-    return read_architecture(teacher)
+_architecture_of = functools.cache(read_architecture)
 
 
 def peak_bytes(parts: list[MemoryPart]) -> float:
@@ -217,14 +218,44 @@ def resolve_checkpointing(
     return changed
 
 
+def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> RunConfig:
+    """Return the config with learn.max_tokens_per_microbatch None replaced by 8,192, or by a larger number
+    with which learning fits whatever the samples' lengths: what keeps the GPU busy, and at least 16,384 if
+    unpacked operands, where a format has any, still fit beside it. Its gradient_checkpointing must be
+    resolved. gpu_bytes includes the CUDA context.
+
+    The host launches a pass of 28 layers in 0.2 to 0.4 s, however many tokens it has. Tokens/s of an update
+    by tokens of a micro-batch (H100, NVFP4, no recomputation / layers recomputed; dev/LOG.md, 2026-11-27):
+
+                        8,192              16,384             32,768             65,536
+        0.5B shape     33,600                                85,500             96,500
+        1.5B shape     34,100 / 19,900    46,400 / 35,900    52,600 / 40,100         - / 40,900
+
+    Samples of many lengths fill 8,192 tokens unevenly. An H200 learned from 96 samples of 42 to 3,074 tokens
+    in groups of eight at the 7B shape (int8, FlashAttention 2) at 19,450 tokens/s with 8,192 and 20,080 with
+    16,384, layers recomputed at 15,710 and 16,170; from samples of one length at 20,670 and 20,970."""
+    if config.learn.max_tokens_per_microbatch is not None:
+        return config
+    tokens, weights = config.learn.microbatch_tokens, num_weights(a)
+    while tokens < MAX_TOKENS:
+        is_enough = tokens * weights >= _ENOUGH_WORK
+        larger = with_fields(config, "learn", max_tokens_per_microbatch=2 * tokens)
+        parts = memory_parts(a, larger, prompt_tokens, full_rows(larger, prompt_tokens))
+        left_bytes = USABLE_SHARE * gpu_bytes - learning_bytes(parts)
+        operands = operand_cache_bytes(a, form_of(larger), larger.learn)
+        if left_bytes < 0 or (is_enough and (tokens >= _EVEN_TOKENS or operands > left_bytes)):
+            break
+        tokens *= 2
+    return with_fields(config, "learn", max_tokens_per_microbatch=tokens)
+
+
 def can_cache_operands(
     a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float, rows: int | None = None
 ) -> bool:
     """True if there are unpacked operands and those of all layers fit beside what learning takes.
 
     The config's gradient_checkpointing must be resolved. gpu_bytes includes the CUDA context. rows: as for
-    memory_parts.
-    """
+    memory_parts."""
     cache = operand_cache_bytes(a, form_of(config), config.learn)
     need = learning_bytes(memory_parts(a, config, prompt_tokens, rows)) + cache
     return cache > 0 and need <= USABLE_SHARE * gpu_bytes

@@ -1,5 +1,6 @@
 """The table that `qerl plan` prints: memory by part, and the largest settings or the options that fit."""
 
+import bisect
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,8 @@ from qerl.learner.plan.memory import (
     peak_bytes,
     resolve_checkpointing,
     with_fields,
+    with_microbatches,
 )
-from qerl.learner.plan.microbatch import with_microbatches
 from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
@@ -117,8 +118,7 @@ def format_plan(
     """Return a table of the parts, the peak, and what fits or which options make it fit; and whether it fits.
 
     A share of the memory stays free, as in a run: 1 - USABLE_SHARE. gpu: also estimate the speed on it, for
-    samples of mean_tokens tokens, by default the longest.
-    """
+    samples of mean_tokens tokens, by default the longest."""
     a = read_architecture(model, config.model.backend)
     if prompt_tokens + config.sample.max_tokens > a.max_positions:
         raise UserError(
@@ -131,11 +131,14 @@ def format_plan(
     calibration = _calibration(a, config.model)
     peak = max(peak_bytes(parts), calibration)
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
-    advice = (
-        _what_fits(a, config, as_run, prompt_tokens, gpu_gb * 1e9)
-        if fits
-        else _what_would_fit(a, config, prompt_tokens, gpu_gb * 1e9)
-    )
+    if fits:
+        advice = _what_fits(a, config, as_run, prompt_tokens, gpu_gb * 1e9)
+    elif options := options_that_fit(a, config, prompt_tokens, gpu_gb * 1e9):
+        advice = ["it fits with", *(f"  {line}" for line in options)]
+    else:
+        advice = [
+            "does not fit even with offload, small micro-batches, an FP8 KV cache and 32 samples at once"
+        ]
     lines = [
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
     ]
@@ -166,11 +169,11 @@ def format_plan(
 def _what_fits(
     a: Architecture, config: RunConfig, as_run: RunConfig, prompt_tokens: int, gpu_bytes: float
 ) -> list[str]:
-    most = largest_settings(a, config, prompt_tokens, gpu_bytes)
-    rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
+    largest = largest_settings(a, config, prompt_tokens, gpu_bytes)
+    rank = f" or rank {largest.rank}," if config.adapter.kind == "lora" else ""
     lines = [
-        f"largest batch {most.num_prompts * config.num_generations} samples at once, or samples of"
-        f" {most.max_tokens} tokens,{rank} all other settings unchanged"
+        f"largest batch {largest.num_prompts * config.num_generations} samples at once, or samples of"
+        f" {largest.max_tokens} tokens,{rank} all other settings unchanged"
     ]
     if as_run.learn.microbatch_tokens > config.learn.microbatch_tokens:
         tokens = f"{as_run.learn.microbatch_tokens:,}"
@@ -179,13 +182,6 @@ def _what_fits(
         cache_gb = operand_cache_bytes(a, form_of(as_run), as_run.learn) / 1e9
         lines.append(f"learning also keeps unpacked operands in free memory, up to {cache_gb:.2f} GB")
     return lines
-
-
-def _what_would_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
-    lines = options_that_fit(a, config, prompt_tokens, gpu_bytes)
-    if not lines:
-        return ["does not fit even with offload, small micro-batches, an FP8 KV cache and 32 samples at once"]
-    return ["it fits with", *(f"  {line}" for line in lines)]
 
 
 def _speed(
@@ -207,8 +203,4 @@ def _speed(
 def _largest(limit: int, condition: Callable[[int], bool]) -> int:
     """Return the largest of 1..limit that meets the condition, 0 if none does. Every number below one that
     meets it must meet it too."""
-    low, high = 0, limit + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if condition(middle) else (low, middle)
-    return low
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not condition(number))

@@ -65,7 +65,6 @@ _TORCH_MFU_SHARE = 0.82  # 10,057 of 12,019 tokens/s, layers recomputed
 class _DecodeRates:
     layer_s: float
     """Time of a layer that neither bytes nor operations explain: launches and their ends."""
-
     mfu: float
     """Operations per second / matrix rate."""
 
@@ -83,11 +82,9 @@ class Gpu:
 
     memory_gb: float
     """Memory that CUDA reports, in units of 1e9 bytes."""
-
     bytes_per_s: float
     flop_per_s: float
     """Dense bfloat16 products, summed in fp32."""
-
     is_hopper: bool = False
 
 
@@ -167,7 +164,6 @@ class SpeedEstimate:
     sampled_tokens_per_s: float
     learned_tokens_per_s: float
     """Prompt and sample tokens that an update reads, per second."""
-
     step_s: float
     """Sampling and update; publishing and rewards are left out."""
 
@@ -204,7 +200,7 @@ def estimate_speed(
 
 
 def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, cached_tokens: float) -> float:
-    """Return the time of a decode step of so many samples that read so many tokens of the cache."""
+    """Return the time of a decode step of `running` samples that read `cached_tokens` of the cache."""
     bandwidth, matrix = _BANDWIDTH_SHARE * gpu.bytes_per_s, _MATRIX_SHARE * gpu.flop_per_s
     format = config.model.sampler_format or config.model.format
     stacks, read = counted_stacks(a), experts_read(a, running)

@@ -17,7 +17,7 @@ from qerl.engine.stats import Stats
 from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring
-from qerl.training.engines.branchable import Branchable, BranchingEngine
+from qerl.training.engines.replayed_batch import Branchable, BranchingEngine
 from qerl.types import GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, UnfinishedSample
 
 
@@ -28,31 +28,31 @@ class DataParallelEngine:
         """Sum over all ranks, of the latest call of branch_batches."""
 
     def generate(self, request: GenerateRequest, *, on_burst: OnBurst | None = None) -> list[Group]:
-        own, ranks = self._own(request), self._ranks
-        on_own_burst = None if on_burst is None else functools.partial(self._tell, on_burst)
-        own_P = self._engine.generate(own, on_burst=on_own_burst)
+        share, ranks = self._share(request), self._ranks
+        on_share_burst = None if on_burst is None else functools.partial(self._notify, on_burst)
+        groups_P = self._engine.generate(share, on_burst=on_share_burst)
         if ranks.count == 1:
-            return own_P
-        gathered = ranks.interleave(ranks.gather(_packed_groups(own.prompts_P, own_P)))
+            return groups_P
+        gathered = ranks.interleave(ranks.gather(_packed_groups(share.prompts_P, groups_P)))
         return [_unpacked_group(*pair) for pair in zip(request.prompts_P, gathered, strict=True)]
 
     def branch_batches(self, request: GenerateRequest) -> "Iterator[DataParallelBatch]":
         """Yield batches that each consist of the next batch of every rank that has one."""
-        engine, ranks, own_request, num_done = self._engine, self._ranks, self._own(request), 0
+        engine, ranks, share, num_done = self._engine, self._ranks, self._share(request), 0
         assert isinstance(engine, BranchingEngine)  # check_supported
-        has_own = bool(own_request.prompts_P)
-        own_batches = engine.branch_batches(own_request) if has_own else iter(())
-        while any(ranks.gather((own := next(own_batches, None)) is not None)):
-            batch = DataParallelBatch(own, ranks, request.prompts_P, num_done)
+        has_share = bool(share.prompts_P)
+        batches = engine.branch_batches(share) if has_share else iter(())
+        while any(ranks.gather((of_rank := next(batches, None)) is not None)):
+            batch = DataParallelBatch(of_rank, ranks, request.prompts_P, num_done)
             yield batch
-            num_done += batch.num_own
-        self.stats = sum(ranks.gather(engine.stats if has_own else Stats()), Stats())
+            num_done += batch.num_sampled
+        self.stats = sum(ranks.gather(engine.stats if has_share else Stats()), Stats())
 
-    def _own(self, request: GenerateRequest) -> GenerateRequest:
-        return request.with_prompts(self._ranks.own(request.prompts_P))
+    def _share(self, request: GenerateRequest) -> GenerateRequest:
+        return request.with_prompts(self._ranks.share(request.prompts_P))
 
-    def _tell(self, on_burst: OnBurst, ended: list[tuple[int, Group]]) -> None:
-        """Tell of this rank's groups by their indices among those of all ranks."""
+    def _notify(self, on_burst: OnBurst, ended: list[tuple[int, Group]]) -> None:
+        """Notify of this rank's groups by their indices among those of all ranks."""
         on_burst([(self._ranks.index + i * self._ranks.count, group) for i, group in ended])
 
     def publish(self, version: int) -> None:
@@ -65,38 +65,37 @@ class DataParallelEngine:
 class DataParallelBatch:
     """A sample is branched by the rank that sampled it, which has its pages and its history."""
 
-    def __init__(self, own: Branchable | None, ranks: Ranks, prompts_P: list[Prompt], num_done: int):
-        """own: None if this rank has no prompts left. num_done: number of its prompts in earlier batches."""
-        self._own, self._ranks, self._prompts_P = own, ranks, prompts_P
-        self._num_done, self.num_own = num_done, 0
+    def __init__(self, batch: Branchable | None, ranks: Ranks, prompts_P: list[Prompt], num_done: int):
+        """batch: None if this rank has no prompts left. num_done: its prompts in earlier batches."""
+        self._batch, self._ranks, self._prompts_P = batch, ranks, prompts_P
+        self._num_done, self.num_sampled = num_done, 0
         self._groups_P: list[Group] = []
         self._owners_P: list[tuple[int, int]] = []
         """The rank of each group, and the group's index there."""
 
     def sample(self) -> list[Group]:
-        ranks, own_P = self._ranks, [] if self._own is None else self._own.sample()
-        self.num_own = len(own_P)
-        places = ranks.own(list(range(len(self._prompts_P))))[self._num_done :][: self.num_own]
-        own_packed = _packed_groups([self._prompts_P[place] for place in places], own_P)
-        of_ranks = ranks.gather(list(zip(places, own_packed, strict=True)))
-        by_place = {
-            place: (rank, index, each)
+        ranks, groups_P = self._ranks, [] if self._batch is None else self._batch.sample()
+        self.num_sampled = len(groups_P)
+        places = ranks.share(list(range(len(self._prompts_P))))[self._num_done :][: self.num_sampled]
+        packed_P = _packed_groups([self._prompts_P[place] for place in places], groups_P)
+        of_ranks = ranks.gather(list(zip(places, packed_P, strict=True)))
+        ordered = sorted(  # by place, of which each occurs once
+            (place, rank, index, each)
             for rank, of_rank in enumerate(of_ranks)
             for index, (place, each) in enumerate(of_rank)
-        }
-        ordered = [(place, *by_place[place]) for place in sorted(by_place)]
+        )
         self._owners_P = [(rank, index) for _, rank, index, _ in ordered]
         self._groups_P = [_unpacked_group(self._prompts_P[place], each) for place, _, _, each in ordered]
         return self._groups_P
 
     def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]:
         owners = [self._owners_P[pivot.group_index] for pivot in pivots]
-        own = [
+        of_rank = [
             dataclasses.replace(pivot, group_index=index)
             for pivot, (rank, index) in zip(pivots, owners, strict=True)
             if rank == self._ranks.index
         ]
-        branches = [] if self._own is None else self._own.branch(own, num_branches)
+        branches = [] if self._batch is None else self._batch.branch(of_rank, num_branches)
         of_ranks = self._ranks.gather([[packed(sample) for sample in group.samples_G] for group in branches])
         left = [iter(of_rank) for of_rank in of_ranks]
         return [
@@ -114,7 +113,7 @@ class DataParallelRewards:
         self._pool, self._ranks = pool, ranks
 
     def attempt(self, groups: list[Group]) -> list[list[float | None]]:
-        return self._ranks.interleave(self._ranks.gather(self._pool.attempt(self._ranks.own(groups))))
+        return self._ranks.interleave(self._ranks.gather(self._pool.attempt(self._ranks.share(groups))))
 
     def begin(self) -> "DataParallelScoring":
         return DataParallelScoring(self._pool.begin(), self._ranks)
@@ -139,8 +138,8 @@ class DataParallelRewards:
 
 
 class DataParallelScoring:
-    """A Scoring of each rank: of the groups that it was given while it sampled, and of its share of those
-    that no rank was."""
+    """A Scoring of each rank: it scores the groups that were added while the rank sampled, and its share of
+    the groups that no rank has added."""
 
     def __init__(self, scoring: Scoring, ranks: Ranks):
         self._scoring, self._ranks = scoring, ranks
@@ -159,9 +158,9 @@ class DataParallelScoring:
 
     def rewards(self, keyed_P: list[tuple[int, Group]]) -> list[list[float | None]]:
         added = set().union(*self._ranks.gather(self._added))
-        own = [pair for pair in keyed_P if pair[0] in self._added]
-        own += self._ranks.own([pair for pair in keyed_P if pair[0] not in added])
-        by_key = dict(zip((key for key, _ in own), self._scoring.rewards(own), strict=True))
+        share = [pair for pair in keyed_P if pair[0] in self._added]
+        share += self._ranks.share([pair for pair in keyed_P if pair[0] not in added])
+        by_key = dict(zip((key for key, _ in share), self._scoring.rewards(share), strict=True))
         merged = {key: rewards_G for each in self._ranks.gather(by_key) for key, rewards_G in each.items()}
         return [merged[key] for key, _ in keyed_P]
 

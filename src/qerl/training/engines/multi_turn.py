@@ -29,13 +29,7 @@ from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, Close, EnvironmentReply, Key, Messages, Reset, Score, Step
-from qerl.tasks.prompt import (
-    chat_reply_tokens,
-    join_messages,
-    plain_reply_tokens,
-    render_chat,
-    special_end,
-)
+from qerl.tasks.prompt import chat_reply_tokens, join_messages, plain_reply_tokens, render_chat, special_end
 from qerl.tasks.reward import Reward, resolve
 from qerl.tasks.scoring import Failure
 from qerl.training.engines.replayed_batch import (
@@ -52,9 +46,17 @@ Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
 _ENVIRONMENT = 3  # keeps these seeds apart from the tokens'
 _OTHER_REPLY = Failure(
-    "not deterministic",
-    "the environment's replies to the same answers differed when a branch replayed them",
+    "not deterministic", "the environment's replies to the same answers differed when a branch replayed them"
 )
+
+
+@dataclasses.dataclass(slots=True)
+class _History:
+    """The messages and replies of a sample's environment."""
+
+    opening: Messages = dataclasses.field(default_factory=list)
+    turns: list[tuple[str, EnvironmentReply]] = dataclasses.field(default_factory=list)
+    """Those that another one follows."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -63,23 +65,16 @@ class _Episode:
 
     key: Key
     between: Between
-    opening: Messages = dataclasses.field(default_factory=list)
+    history: _History = dataclasses.field(default_factory=_History)
     messages: Messages = dataclasses.field(default_factory=list)
-    turns: list[tuple[str, EnvironmentReply]] = dataclasses.field(default_factory=list)
-    """Those that another one follows."""
     num_turns: int = 0
     reward: float | None = None
     failure: Failure | None = None
     is_truncated: bool = False
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _History:
-    """The messages and replies of a sample's environment."""
-
-    opening: Messages
-    turns: list[tuple[str, EnvironmentReply]]
-    """The same as in _Episode."""
+    def add_reward(self, reply: EnvironmentReply) -> None:
+        if reply.reward is not None:
+            self.reward = (self.reward or 0.0) + reply.reward
 
 
 EpisodesPG = list[list[_Episode]]
@@ -107,10 +102,10 @@ class MultiTurnEngine(ReplayingEngine):
 
     def sample(self, request: GenerateRequest) -> tuple[list[Group], HistoriesPG]:
         episodes_P_G = self._new_episodes(request)
-        with self._begun(request, episodes_P_G):
+        with self._running_environments(request, episodes_P_G):
             opened_P = [self._opened(*pair) for pair in zip(request.prompts_P, episodes_P_G, strict=True)]
             groups_P = self._converse(request.with_prompts(opened_P), episodes_P_G)
-        return groups_P, [[_History(e.opening, e.turns) for e in episodes_G] for episodes_G in episodes_P_G]
+        return groups_P, [[e.history for e in episodes_G] for episodes_G in episodes_P_G]
 
     def branch(
         self, parents: list[Parent], num_branches: int, request: GenerateRequest
@@ -120,7 +115,7 @@ class MultiTurnEngine(ReplayingEngine):
             request, prompts_P=[parent.row for parent in parents], num_samples=num_branches
         )
         episodes_P_G = self._new_episodes(rows)
-        with self._begun(rows, episodes_P_G):
+        with self._running_environments(rows, episodes_P_G):
             self._replay(
                 [
                     (episode, parent.history, len(spans_before(parent)))
@@ -132,7 +127,7 @@ class MultiTurnEngine(ReplayingEngine):
         return joined_groups(parents, groups_P)
 
     @contextlib.contextmanager
-    def _begun(self, request: GenerateRequest, episodes_P_G: EpisodesPG) -> Iterator[None]:
+    def _running_environments(self, request: GenerateRequest, episodes_P_G: EpisodesPG) -> Iterator[None]:
         """Reset the environments, and close them when the block ends."""
         if request.step != self._step:
             self._step, self.waited_s = request.step, 0.0
@@ -140,14 +135,14 @@ class MultiTurnEngine(ReplayingEngine):
         resets: list[Reset] = []
         for prompt, episodes_G in zip(request.prompts_P, episodes_P_G, strict=True):
             row = prompt.columns | {"prompt": prompt.messages or prompt.text}
-            own_seed = mix(request.seed, _ENVIRONMENT, request.step, prompt.index)
-            resets += [Reset(episode.key, row, own_seed) for episode in episodes_G]
+            seed = mix(request.seed, _ENVIRONMENT, request.step, prompt.index)
+            resets += [Reset(episode.key, row, seed) for episode in episodes_G]
         try:
             for episode, reply in zip(all_episodes, self._play(resets), strict=True):
                 if isinstance(reply, Failure):
                     episode.failure = reply
                 else:
-                    episode.opening = reply.messages
+                    episode.history.opening = reply.messages
             yield
         finally:
             closed = self._play([Close(episode.key) for episode in all_episodes])
@@ -176,9 +171,9 @@ class MultiTurnEngine(ReplayingEngine):
         ]
 
     def _replay(self, triples: list[tuple[_Episode, _History, int]]) -> None:
-        """Play the first turns of each history, so many, in its episode."""
+        """Play the first turns of each history, as many as the number beside it, in its episode."""
         for episode, before, _ in triples:
-            if episode.failure is None and episode.opening != before.opening:
+            if episode.failure is None and episode.history.opening != before.opening:
                 episode.failure = _OTHER_REPLY
         for turn in range(max((num_turns for *_, num_turns in triples), default=0)):
             live = [(e, before) for e, before, num in triples if turn < num and e.failure is None]
@@ -187,11 +182,10 @@ class MultiTurnEngine(ReplayingEngine):
                 text, known = before.turns[turn]
                 if reply != known:
                     episode.failure = reply if isinstance(reply, Failure) else _OTHER_REPLY
-                episode.turns.append((text, known))
+                episode.history.turns.append((text, known))
                 episode.messages += [{"role": "assistant", "content": text}, *known.messages]
                 episode.num_turns += 1
-                if known.reward is not None:
-                    episode.reward = (episode.reward or 0.0) + known.reward
+                episode.add_reward(known)
 
     def _score(self, episodes: list[_Episode]) -> None:
         """Add what the environments give to whole episodes."""
@@ -200,8 +194,8 @@ class MultiTurnEngine(ReplayingEngine):
         for episode, reply in zip(live, scores, strict=True):
             if isinstance(reply, Failure):
                 episode.failure = reply
-            elif reply.reward is not None:
-                episode.reward = (episode.reward or 0.0) + reply.reward
+            else:
+                episode.add_reward(reply)
 
     def _play(self, calls: Sequence[Call]) -> list[EnvironmentReply | Failure]:
         start_s = time.perf_counter()
@@ -216,9 +210,9 @@ class MultiTurnEngine(ReplayingEngine):
     def _opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
         """Return the prompt with the messages of reset, which must be equal for all of its samples."""
         live_G = [episode for episode in episodes_G if episode.failure is None]
-        opening = live_G[0].opening if live_G else []
+        opening = live_G[0].history.opening if live_G else []
         for episode in live_G:
-            if episode.opening != opening:
+            if episode.history.opening != opening:
                 message = "reset returned different messages for samples of the same prompt"
                 episode.failure = Failure("different messages", message)
         if not opening:
@@ -259,8 +253,7 @@ class MultiTurnEngine(ReplayingEngine):
         if reply is None or isinstance(reply, Failure):
             episode.failure = episode.failure or reply
             return None
-        if reply.reward is not None:
-            episode.reward = (episode.reward or 0.0) + reply.reward
+        episode.add_reward(reply)
         if reply.is_done or episode.num_turns == self._config.max_turns:
             episode.messages += reply.messages
             return None
@@ -276,7 +269,7 @@ class MultiTurnEngine(ReplayingEngine):
             episode.is_truncated = True
             return None
         episode.messages += reply.messages
-        episode.turns.append((turn.text, reply))
+        episode.history.turns.append((turn.text, reply))
         return reply_T
 
 

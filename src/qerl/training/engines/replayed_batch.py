@@ -9,7 +9,7 @@ What an engine needs for it is the history of each sample, which it returns with
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from qerl.algo.seeds import mix
 from qerl.engine.sampling_engine import SamplingEngine
@@ -35,6 +35,26 @@ class Parent:
 HistoriesPG = list[list[Any]]
 
 
+class Branchable(Protocol):
+    """Samples of some prompts, and then branches of them."""
+
+    def sample(self) -> list[Group]: ...
+
+    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]: ...
+
+
+@runtime_checkable
+class BranchingEngine(Protocol):
+    """An engine that can branch its samples: single turns, environments, agents, ranks, Ray."""
+
+    stats: Stats
+    """Sum over all batches, after branch_batches."""
+
+    def branch_batches(self, request: GenerateRequest) -> Iterator[Branchable]:
+        """Yield batches that together have the samples of all prompts."""
+        ...
+
+
 class ReplayingEngine(RolloutEngine, Protocol):
     """An engine that can branch samples that any engine of its kind has made."""
 
@@ -52,8 +72,8 @@ class ReplayingEngine(RolloutEngine, Protocol):
         ...
 
     def generate(self, request: GenerateRequest, *, on_burst: OnBurst | None = None) -> list[Group]:
-        """Return the samples of each prompt, of which none will be branched. on_burst is not called: what a
-        sample is shows at its end."""
+        """Return the samples of each prompt; none of them will be branched. on_burst is not called: a sample
+        is complete only when its episode has ended."""
         return self.sample(request)[0]
 
     def branch_batches(self, request: GenerateRequest) -> "Iterator[ReplayedBatch]":
@@ -122,8 +142,7 @@ class SingleTurns(ReplayingEngine):
         self.stats, stopping = self._engine.stats, self._engine.stopping(request.sampling.stop)
         branches_P_G = joined_groups(parents, groups)
         return [
-            [dataclasses.replace(branch, text=stopping.text(branch.tokens_T)) for branch in branches_G]
-            for branches_G in branches_P_G
+            [dataclasses.replace(b, text=stopping.text(b.tokens_T)) for b in each] for each in branches_P_G
         ]
 
 
@@ -153,10 +172,8 @@ def spans_before(parent: Parent) -> list[range]:
 
 def joined_groups(parents: list[Parent], groups: list[Group]) -> list[list[Sample]]:
     """Return each parent's branches, its tokens before the pivot included."""
-    return [
-        [_joined(parent, sample) for sample in group.samples_G]
-        for parent, group in zip(parents, groups, strict=True)
-    ]
+    pairs = zip(parents, groups, strict=True)
+    return [[_joined(parent, sample) for sample in group.samples_G] for parent, group in pairs]
 
 
 def _joined(parent: Parent, sample: Sample) -> Sample:

@@ -17,7 +17,7 @@ from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
 from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
 from qerl.tracking import StepLog
-from qerl.training.engines.branchable import BranchingEngine
+from qerl.training.engines.replayed_batch import BranchingEngine
 from qerl.training.rollouts.rollout import (
     Rewards,
     TrainPrompts,
@@ -34,11 +34,7 @@ class BranchingRollouts:
     """Takes the place of GroupRollouts."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        engine: BranchingEngine,
-        rewards: Rewards,
-        train_prompts: TrainPrompts,
+        self, config: RunConfig, engine: BranchingEngine, rewards: Rewards, train_prompts: TrainPrompts
     ):
         self._config, self._engine, self._rewards = config, engine, rewards
         self._train_prompts, self._deep = train_prompts, config.algo.deep
@@ -80,11 +76,7 @@ class BranchingRollouts:
         return groups + branches
 
     def _pivots(
-        self,
-        groups: list[Group],
-        rewards_P_G: list[list[float | None]],
-        success: Success | None,
-        step: int,
+        self, groups: list[Group], rewards_P_G: list[list[float | None]], success: Success | None, step: int
     ) -> list[Pivot]:
         """Return one pivot for every sample that failed and is longer than a segment. In a conversation a
         segment is a turn."""

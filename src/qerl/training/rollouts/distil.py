@@ -69,8 +69,8 @@ class DistilRollouts:
         if self._rows is not None and self._num_rows:
             groups = [*groups, *self._rows.batch(step, self._num_rows)]
         with log.span("teacher"):
-            own = self._teacher.score(self._ranks.own(groups))
-            scores_P_G = self._ranks.interleave(self._ranks.gather(own))
+            of_share = self._teacher.score(self._ranks.share(groups))
+            scores_P_G = self._ranks.interleave(self._ranks.gather(of_share))
         failures = [score for scores_G in scores_P_G for score in scores_G if isinstance(score, Failure)]
         log.add(num_failed_teacher=len(failures))
         self._report(failures, sum(map(len, scores_P_G)))

@@ -47,10 +47,7 @@ class Evaluation:
 
 
 def sample_and_score(
-    engine: RolloutEngine,
-    score: Score,
-    request: GenerateRequest,
-    notice: Callable[[str], None] | None = None,
+    engine: RolloutEngine, score: Score, request: GenerateRequest, notice: Callable[[str], None] | None = None
 ) -> tuple[list[Group], list[list[float | None]]]:
     """Return the samples of every prompt and their rewards. notice: gets the progress, at most every 15 s."""
     assert request.step == EVALUATION_STEP
@@ -118,7 +115,7 @@ def greedy(sampling: Sampling) -> Sampling:
 
 
 def held_out_text(figures: dict[str, float], moment: str, *, temperature: float, num_prompts: int) -> str:
-    """Return the console's line; a reward that is the accuracy is not said twice."""
+    """Return the console's line; a reward that equals the accuracy is left out."""
     pairs = [("accuracy", "greedy"), ("reward", "greedy_reward")]
     values = {name: (figures.get(name), figures.get(best)) for name, best in pairs if name in figures}
     if values.get("accuracy") == values.get("reward"):

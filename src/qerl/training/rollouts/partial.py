@@ -60,10 +60,10 @@ class PartialRollouts:
     def sample(self, step: int, log: StepLog) -> list[Group]:
         config, resumed = self._config, self._carried
         in_work = sorted([*resumed, *self._begin(step)], key=lambda each: each.number)
-        own = [each for each in in_work if self._rank_of(each.number) == self._ranks.index]
+        share = [each for each in in_work if self._rank_of(each.number) == self._ranks.index]
         scores = OverlappedRewards(config.task, config.model, self._rewards)
         with log.span("rollout"):
-            learned, carried = self._sample_own(own, step, scores)
+            learned, carried = self._sample_share(share, step, scores)
             counts = self._ranks.gather(self._cache_metrics(carried))
             learned, carried = self._gather(in_work, learned, carried)
         self._carried = carried
@@ -76,30 +76,30 @@ class PartialRollouts:
         log.add(**{name: sum(each[name] for each in counts) for name in counts[0]})
         return groups_P
 
-    def _sample_own(
-        self, own: list[InWork], step: int, scores: OverlappedRewards
+    def _sample_share(
+        self, share: list[InWork], step: int, scores: OverlappedRewards
     ) -> tuple[list[tuple[int, Group]], list[InWork]]:
         """Sample until this rank's share is complete; return its groups by number, and what is carried."""
         config = self._config
-        share = len(self._ranks.own(list(range(config.num_prompts))))
-        must_end = [step - each.first_step >= config.rollout.max_staleness for each in own]
+        num_groups = len(self._ranks.share(list(range(config.num_prompts))))
+        must_end = [step - each.first_step >= config.rollout.max_staleness for each in share]
 
         def is_enough(complete_P: list[bool]) -> bool:
             has_due = all(is_complete for is_complete, must in zip(complete_P, must_end, strict=True) if must)
-            return has_due and sum(complete_P) >= share
+            return has_due and sum(complete_P) >= num_groups
 
         left = self._engine.continue_groups(
-            [each.group for each in own],
+            [each.group for each in share],
             is_enough=is_enough,
             sampling=sampling_of(config),
             seed=config.seed,
             carries_cache=config.rollout.keep_kv_cache and (step + 1) % config.checkpoint.every > 0,
             # Whatever else ends, the first are learned from if they are complete.
-            on_burst=scores.on_burst([each.number if i < share else None for i, each in enumerate(own)]),
+            on_burst=scores.on_burst([e.number if i < num_groups else None for i, e in enumerate(share)]),
         )
         learned, carried = [], []
-        for each, (after, group) in zip(own, left, strict=True):
-            if group is not None and len(learned) < share:
+        for each, (after, group) in zip(share, left, strict=True):
+            if group is not None and len(learned) < num_groups:
                 learned.append((each.number, group))
             else:
                 carried.append(each._replace(group=after))
@@ -112,10 +112,10 @@ class PartialRollouts:
         if self._ranks.count == 1:
             return learned, carried
         by_number = {each.number: each for each in in_work}
-        own_learned = [(number, [packed(s) for s in group.samples_G]) for number, group in learned]
-        own_carried = [(n, [packed(s) for s in group.without_cache().samples_G]) for n, _, group in carried]
+        ended = [(number, [packed(s) for s in group.samples_G]) for number, group in learned]
+        stored = [(n, [packed(s) for s in group.without_cache().samples_G]) for n, _, group in carried]
         learned = []  # the caches of what this rank carries stay here
-        for index, (rank_learned, rank_carried) in enumerate(self._ranks.gather((own_learned, own_carried))):
+        for index, (rank_learned, rank_carried) in enumerate(self._ranks.gather((ended, stored))):
             for number, samples_G in rank_learned:
                 prompt = by_number[number].group.prompt
                 learned.append((number, Group(prompt=prompt, samples_G=[unpacked(s) for s in samples_G])))
@@ -131,15 +131,15 @@ class PartialRollouts:
         """Return new groups of all ranks, up to the number in work, but no more than the run still learns
         from. A rank has learned from its share of each earlier step, and begun that and what it carries."""
         config, new = self._config, []
-        places = list(range(config.num_prompts))
+        all_places = list(range(config.num_prompts))
         for index in range(self._ranks.count):
             rank = Ranks(index, self._ranks.count)
-            own, extra = rank.own(places), rank.own(places[: config.rollout.extra_prompts])
+            places, extra = rank.share(all_places), rank.share(all_places[: config.rollout.extra_prompts])
             num_carried = sum(self._rank_of(each.number) == index for each in self._carried)
-            num_in_work = min(len(own) + len(extra), (config.num_steps - step) * len(own))
-            first = step * len(own) + num_carried
+            num_in_work = min(len(places) + len(extra), (config.num_steps - step) * len(places))
+            first = step * len(places) + num_carried
             for k in range(first, first + num_in_work - num_carried):
-                number = k // len(own) * config.num_prompts + own[k % len(own)]
+                number = k // len(places) * config.num_prompts + places[k % len(places)]
                 fresh = [UnfinishedSample()] * config.num_generations
                 new.append(InWork(number, step, self._group(number, fresh)))
         return new

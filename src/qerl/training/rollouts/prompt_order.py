@@ -1,11 +1,10 @@
-"""Order in which a step's prompts are sampled: the longest first, by each prompt's own history.
+"""The order longest_first of a step's prompts (rollout.prompt_order), by each prompt's own history.
 
 The last samples of a step run with few rows beside them, so the longest ones should begin first (longest
 processing time first, Graham, 1969). A prompt that was not sampled before is expected to be as long as the
 mean of those that were. The order changes when a sample runs, not what is sampled but for rounding.
 """
 
-from collections.abc import Callable
 from statistics import fmean
 
 from qerl.types import Group, Prompt
@@ -31,16 +30,6 @@ class PromptLengths:
         self._mean = {int(index): mean for index, mean in state.items()}
 
 
-def fifo(prompts_P: list[Prompt], lengths: PromptLengths) -> list[int]:
-    return list(range(len(prompts_P)))
-
-
 def longest_first(prompts_P: list[Prompt], lengths: PromptLengths) -> list[int]:
     """Return the prompts' indices in the order of sampling; equal ones keep theirs."""
     return sorted(range(len(prompts_P)), key=lambda i: -lengths.expected(prompts_P[i]))
-
-
-PROMPT_ORDERS: dict[str, Callable[[list[Prompt], PromptLengths], list[int]]] = {
-    "fifo": fifo,
-    "longest_first": longest_first,
-}

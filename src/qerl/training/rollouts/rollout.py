@@ -18,7 +18,7 @@ from qerl.config import AlgoConfig, EvalConfig, RunConfig, SampleConfig, TaskCon
 from qerl.tasks.environment import says_error
 from qerl.tracking import StepLog
 from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
-from qerl.training.rollouts.prompt_order import PROMPT_ORDERS, PromptLengths
+from qerl.training.rollouts.prompt_order import PromptLengths, longest_first
 from qerl.types import Episode, GenerateRequest, Group, Prompt, RolloutEngine, Sample, Sampling
 
 TrainPrompts = Callable[[int, int, int], list[Prompt]]
@@ -78,11 +78,11 @@ class GroupRollouts:
 
     def _generate(self, prompts_P: list[Prompt], step: int, scores: OverlappedRewards) -> list[Group]:
         """Return the groups of the prompts, in order, whichever is sampled first."""
-        prompt_order = self._config.rollout.prompt_order
-        order = PROMPT_ORDERS[prompt_order](prompts_P, self._lengths)
+        is_sorted = self._config.rollout.prompt_order == "longest_first"
+        order = longest_first(prompts_P, self._lengths) if is_sorted else list(range(len(prompts_P)))
         request = step_request(self._config, [prompts_P[i] for i in order], step)
         sampled_P = self._engine.generate(request, on_burst=scores.on_burst(order))
-        if prompt_order != "fifo":
+        if is_sorted:
             self._lengths.add(sampled_P)
         by_place = dict(zip(order, sampled_P, strict=True))
         return [by_place[i] for i in range(len(prompts_P))]
@@ -186,8 +186,7 @@ def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the metrics of samples that are conversations with an environment; empty if none is.
 
     turns: mean number of the policy's turns. tool_calls: messages of tools; tool_failures: those that
-    say that they are an error. environment_tokens: tokens that are not learned from.
-    """
+    say that they are an error. environment_tokens: tokens that are not learned from."""
     conversations = [s.messages for s in samples if s.messages is not None and s.episode is None]
     if not conversations:
         return {}
@@ -209,8 +208,7 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
     turns: mean number of the model's answers. tool_failures: results of tools that say that they are an
     error. restricted_tokens: sampled where a grammar did not allow every token. waiting_share: mean share
     of an episode's time in which no call of the model was running.
-    episode_parts: mean number of samples that an episode is learned from as.
-    """
+    episode_parts: mean number of samples that an episode is learned from as."""
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     if not episodes:
         return {}

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -25,9 +26,9 @@ from qerl.engine.engine import Engine
 from qerl.errors import require
 from qerl.kernels.head.divergence import top_outcomes
 from qerl.learner.checkpoint import OPTIMIZER, adapter_folder
+from qerl.learner.forward import head_of, packed_hidden
 from qerl.learner.minibatch import MinibatchPart
 from qerl.learner.oom_retry import OomRetry
-from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.packing import PackedBatch
 from qerl.models.checkpoint.source import Checkpoint, ModelSource, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
@@ -60,10 +61,7 @@ class Teacher(Protocol):
 
 
 def load_teacher(
-    config: RunConfig,
-    student: Decoder,
-    tokenizer: PreTrainedTokenizerBase,
-    notice: Callable[[str], None],
+    config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerBase, notice: Callable[[str], None]
 ) -> Teacher:
     """Load config.distil.teacher; raise UserError if it has another vocabulary than the student."""
     distil = config.distil
@@ -168,18 +166,14 @@ class LocalTeacher:
             return [[] for _ in groups]
         part = MinibatchPart([(group, [1.0] * len(group.samples_G)) for group in groups], self._device)
         with torch.no_grad(), self.policy() as decoder:
-            scores = iter(self._oom_retry.run(part, lambda batches: self._score_all(decoder, batches)))
+            score_batch = partial(self._score_batch, decoder)
+            scores = iter(self._oom_retry.run(part, lambda batches: [*chain(*map(score_batch, batches))]))
         return [[_finite(next(scores)) for _ in group.samples_G] for group in groups]
-
-    def _score_all(self, decoder: Decoder, batches: Sequence[PackedBatch]) -> list[TeacherLogprobs]:
-        return [each for batch in batches for each in self._score_batch(decoder, batch)]
 
     def _score_batch(self, decoder: Decoder, batch: PackedBatch) -> Iterator[TeacherLogprobs]:
         config = self._config
         head = head_of(
-            decoder,
-            temperature=config.sample.temperature,
-            chunk_tokens=config.learn.logprob_chunk_tokens,
+            decoder, temperature=config.sample.temperature, chunk_tokens=config.learn.logprob_chunk_tokens
         )
         # tables may have more rows than the vocabulary has tokens, and not the same number
         num_common = min(self._vocab_size, head.operand.shape[0])
@@ -197,10 +191,7 @@ class LocalTeacher:
         for own_C, ids_CK, outcomes_CX in zip(
             *(t.cpu().split(lengths) for t in (logprob_C, outcomes.ids_CK, outcomes.logprobs_CX)), strict=True
         ):
-            if config.distil.is_divergence:
-                yield TeacherLogprobs(own_C, ids_CK, outcomes_CX)
-            else:
-                yield TeacherLogprobs(own_C)
+            yield TeacherLogprobs(own_C, *((ids_CK, outcomes_CX) if config.distil.is_divergence else ()))
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[RolloutEngine]:

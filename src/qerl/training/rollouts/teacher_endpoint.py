@@ -22,15 +22,7 @@ from qerl.config import DistilConfig
 from qerl.errors import UserError
 from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
 from qerl.tasks.scoring import Failure
-from qerl.types import (
-    GenerateRequest,
-    Group,
-    OnBurst,
-    Prompt,
-    RolloutEngine,
-    Sample,
-    TeacherLogprobs,
-)
+from qerl.types import GenerateRequest, Group, OnBurst, Prompt, RolloutEngine, Sample, TeacherLogprobs
 
 KEY_VARIABLE = "QERL_TEACHER_KEY"
 _PROBES = (
@@ -154,8 +146,8 @@ class EndpointTeacher:
         """Sample from the endpoint; raise UserError if it fails."""
         prompts_P, size = request.prompts_P, request.num_samples
         places = [(prompt, g) for prompt in prompts_P for g in range(size)]
-        found = iter(self._all(lambda place: self._sample(place[0], place[1], request), places))
-        return [Group(prompt=p, samples_G=[next(found) for _ in range(size)]) for p in prompts_P]
+        samples = iter(self._all(lambda place: self._sample(place[0], place[1], request), places))
+        return [Group(prompt=p, samples_G=[next(samples) for _ in range(size)]) for p in prompts_P]
 
     def _sample(self, prompt: Prompt, index: int, request: GenerateRequest) -> Sample:
         sampling = request.sampling
