@@ -5,7 +5,7 @@
     step     launch a burst, read one, or rebuild the batch (generation.py)
 
 Each request has sampling parameters of its own (row_sampler.py). Its tokens are functions of its prompt's
-index, as in `Engine.generate` with seed and step 0, and not of the requests beside it.
+index, as in `PagedEngine.generate` with seed and step 0, and not of the requests beside it.
 """
 
 import dataclasses

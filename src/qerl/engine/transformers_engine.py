@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from qerl.config import EngineConfig
 from qerl.engine.decode.runner import Burst
 from qerl.engine.generation import Generation, StoppingCriteria
+from qerl.engine.local_engine import LocalEngine, NewGeneration
 from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling.sampler import Sampler, TorchSampler
-from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
 from qerl.engine.schedule.cache_space import CacheSpace, HasPages, Space
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
@@ -39,7 +39,7 @@ from qerl.types import Sampling
 _MAX_PAGES = 1 << 18  # of a server, whose requests could be as long as the model allows
 
 
-class TransformersEngine(SamplingEngine):
+class TransformersEngine(LocalEngine):
     def __init__(
         self,
         model: TransformersModel,

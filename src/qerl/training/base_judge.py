@@ -7,8 +7,8 @@ Its KV cache is open only while it answers, which is after the samples of a step
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
-from qerl.engine.engine import Engine
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
+from qerl.engine.paged_engine import PagedEngine
 from qerl.errors import UserError
 from qerl.models.decoder import Decoder
 from qerl.models.peft.adapter import adapter_off
@@ -23,14 +23,14 @@ class BaseJudge:
     def __init__(
         self,
         model: PolicyModel,
-        engine: SamplingEngine,
+        engine: LocalEngine,
         tokenizer: PreTrainedTokenizerBase,
         config: RunConfig,
     ):
         """engine: the run's; only its stop tokens are used where the decoder is qerl's own."""
         self._model, self._run_engine, self._tokenizer = model, engine, tokenizer
         self._settings, self._config = config.task.judge, config.engine
-        self._engine: SamplingEngine | None = None
+        self._engine: LocalEngine | None = None
 
     def __call__(self, messages: list[str]) -> list[str | Failure]:
         """Return the reply to each message, or why there is none."""
@@ -55,18 +55,18 @@ class BaseJudge:
             return Failure("too long", f"judge: the rubric has {len(tokens_T)} tokens; the limit is {limit}")
         return Prompt(index=index, text=text, tokens_T=tokens_T, messages=asked, columns={})
 
-    def _made(self) -> SamplingEngine:
+    def _made(self) -> LocalEngine:
         """Return an engine whose kernels have no adapter; transformers' operations look at each call."""
         if not isinstance(self._model, Decoder):
             return self._run_engine
         stop_ids = self._run_engine.stop_token_ids
-        return Engine(self._model, self._tokenizer, self._config, stop_token_ids=stop_ids)
+        return PagedEngine(self._model, self._tokenizer, self._config, stop_token_ids=stop_ids)
 
 
 def let_base_judge(
     pool: RewardPool,
     model: PolicyModel,
-    engine: SamplingEngine,
+    engine: LocalEngine,
     tokenizer: PreTrainedTokenizerBase,
     config: RunConfig,
 ) -> None:

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
-from qerl.engine.engine import Engine
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
+from qerl.engine.paged_engine import PagedEngine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import require
 from qerl.learner import checkpoint
@@ -31,7 +31,7 @@ from qerl.training.rollouts.teacher import teacher_checkpoint
 from qerl.types import Prompt
 
 
-def load_policy(config: RunConfig) -> tuple[PolicyModel, SamplingEngine, Task]:
+def load_policy(config: RunConfig) -> tuple[PolicyModel, LocalEngine, Task]:
     """Build the task first, so that its errors appear before weights are read. config.model has no `auto`.
 
     examples/first_run.ipynb calls it."""
@@ -100,7 +100,7 @@ def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:
     return max(len(prompt.tokens_T) for prompt in prompts_P)
 
 
-def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PolicyModel, SamplingEngine]:
+def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PolicyModel, LocalEngine]:
     model, source = config.model, locate(config.model.path)
     stop_ids, compute = stop_token_ids(tokenizer, source), COMPUTE[model.dtype]
     device, resident = torch.device(model.device), model.operand == "resident"
@@ -128,7 +128,7 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     add_adapter(decoder, config.adapter, seed=config.seed)
     set_router_noise(decoder, config.noise.router)
     sampler = decoder if model.sampler_format is None else make_sampler_copy(decoder, model.sampler_format)
-    return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
+    return decoder, PagedEngine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
 
 
 def load_trained_sampler(
@@ -136,7 +136,7 @@ def load_trained_sampler(
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: Path | None,
     notice: Callable[[str], None],
-) -> SamplingEngine:
+) -> LocalEngine:
     """Load the adapter of the newest intact checkpoint in the folder; None: the model as it is, with a notice
     of what quantizing it changed. Notices also say that transformers runs the model."""
     adapter = None if checkpoints is None else checkpoint.latest_adapter(checkpoints)

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.seeds import mix
 from qerl.config import EnvironmentConfig, RunConfig
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
@@ -87,7 +87,7 @@ EpisodesPG = list[list[_Episode]]
 
 class MultiTurnEngine(ReplayingEngine):
     def __init__(
-        self, engine: SamplingEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
+        self, engine: LocalEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
     ):
         """max_prompt_tokens: limit of a prompt together with what reset adds to it."""
         self._engine, self._pool, self._tokenizer = engine, pool, engine.tokenizer
@@ -281,8 +281,8 @@ class MultiTurnEngine(ReplayingEngine):
 
 
 def with_environment(
-    engine: SamplingEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
-) -> SamplingEngine | MultiTurnEngine:
+    engine: LocalEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
+) -> LocalEngine | MultiTurnEngine:
     """Return the engine itself if none of the rewards is an environment."""
     return MultiTurnEngine(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
 
@@ -296,7 +296,7 @@ class EnvironmentEpisodes:
         self._config = config
         self.pool = RewardPool(dataclasses.replace(config.task, reward_weights=()), [made])
 
-    def engine(self, engine: SamplingEngine) -> MultiTurnEngine:
+    def engine(self, engine: LocalEngine) -> MultiTurnEngine:
         limit = engine.max_positions - self._config.sample.max_tokens
         return MultiTurnEngine(engine, self.pool, self._config.task.environment, limit)
 

@@ -54,7 +54,7 @@ class NewGeneration(Protocol):
     ) -> Generation: ...
 
 
-class SamplingEngine(abc.ABC):
+class LocalEngine(abc.ABC):
     """The part of an engine that does not depend on how the model runs."""
 
     max_rows: int

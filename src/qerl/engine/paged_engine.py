@@ -1,6 +1,6 @@
 """Sampling engine: continuous batching over a paged KV cache, on the learner's own decoder.
 
-    engine.py           KV cache, branches, scores     sampling_engine.py      public methods of all engines
+    paged_engine.py     KV cache, branches, scores     local_engine.py         public methods of all engines
     generation.py       one call: schedule, decode     transformers_engine.py  transformers' code and caches
     live_batch.py       requests join and leave        branch_batch.py         samples, then branches of them
     score.py            exact logprobs of samples      stats.py                counts and times of a call
@@ -33,9 +33,9 @@ from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.decode.runner import DecodeRunner
 from qerl.engine.decode.runner_cache import RunnerCache
 from qerl.engine.generation import Generation, StoppingCriteria
+from qerl.engine.local_engine import LocalEngine, NewGeneration
 from qerl.engine.prefill.prefill import Prefill
 from qerl.engine.sampling.row_sampler import RowSampler
-from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
 from qerl.engine.schedule.cache_space import CacheSpace, Space
 from qerl.engine.schedule.carried_cache import HostPieces
 from qerl.engine.schedule.live_sample import LiveGroup
@@ -53,7 +53,7 @@ from qerl.types import GenerateRequest, Group, Sampling
 _WORTH_KEEPING = 0.9
 
 
-class Engine(SamplingEngine):
+class PagedEngine(LocalEngine):
     def __init__(
         self,
         decoder: Decoder,
