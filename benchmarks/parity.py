@@ -35,7 +35,7 @@ from qerl.bench.options import BenchOptions, check_adapter
 from qerl.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, AlgoConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.config.check import check_not_negative, check_positive
-from qerl.engine import Engine
+from qerl.engine import PagedEngine
 from qerl.errors import UserError, require
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
@@ -179,7 +179,7 @@ def measure_case(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
     tokenizer: Any = NullTokenizer(vocab_size)
     format = SAMPLERS.get(case.provider)
     sampler = decoder if format is None else make_sampler_copy(decoder, format)
-    engine = Engine(sampler, tokenizer, config.engine, stop_token_ids=frozenset())
+    engine = PagedEngine(sampler, tokenizer, config.engine, stop_token_ids=frozenset())
     prompts_P = random_prompts(case.batch, case.prompt_tokens, vocab_size)
     sampling = sampling_of(config)
     score = partial(engine.score, sampling=sampling) if case.exact_mode else None

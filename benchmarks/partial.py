@@ -35,7 +35,7 @@ from qerl.config import (
     SampleConfig,
     TaskConfig,
 )
-from qerl.engine import Engine, Stats
+from qerl.engine import PagedEngine, Stats
 from qerl.learner import Learner
 from qerl.learner.distributed import ALONE
 from qerl.models.decoder import Decoder
@@ -92,7 +92,7 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
     meter = Meter(decoder.device)
     config = run_config(case)
     tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
-    engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
+    engine = PagedEngine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
     learner = None
     if case.learn:
         learner = planned_learner(decoder, config, case.prompt_tokens, notice=meter.say, ranks=ALONE)
@@ -146,7 +146,7 @@ class MeasuredStep:
         self,
         config: RunConfig,
         rollouts: GroupRollouts | PartialRollouts,
-        engine: Engine,
+        engine: PagedEngine,
         learner: Learner | None,
         meter: Meter,
     ):
@@ -180,7 +180,7 @@ class MeasuredStep:
 class OwnLengths:
     """An engine whose samples end at their prompts' lengths: the n-th prompt of the run has the n-th ones."""
 
-    def __init__(self, engine: Engine, case: RolloutCase, num_prompts: int):
+    def __init__(self, engine: PagedEngine, case: RolloutCase, num_prompts: int):
         self._engine = engine
         size, lengths_S = (
             case.group_size,

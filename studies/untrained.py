@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.batches import batches
 from qerl.config import RunConfig, TaskConfig
-from qerl.engine import Engine
+from qerl.engine import PagedEngine
 from qerl.formats import FORMATS, NVFP4
 from qerl.formats.block_scale import least_squares
 from qerl.kernels.attention.attention_options import AttentionOptions
@@ -130,7 +130,8 @@ def measure_untrained(job: Job) -> dict[str, Any]:
     with RewardPool(config.task) as pool:
         made = WEIGHTS[job.weights](checkpoint, config, tokenizer)
         decoder = _decoder(made, config, config.model.format)
-        engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_token_ids(tokenizer, source))
+        stop_ids = stop_token_ids(tokenizer, source)
+        engine = PagedEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
         request = step_request(config, prompts, EVALUATION_STEP)
         groups, rewards_P_G = sample_and_score(engine, pool.score, request)
         for text in format_failures(pool.take_failures()):

@@ -39,7 +39,7 @@ from qerl.config import (
     RunConfig,
     SampleConfig,
 )
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.errors import UserError, check_platform, did_you_mean, require
 from qerl.export.write import write_adapter
 from qerl.learner.checkpoint import adapter_description
@@ -117,7 +117,7 @@ class Policy:
         config: RunConfig,
         tokenizer: PreTrainedTokenizerBase,
         decoder: PolicyModel,
-        engine: SamplingEngine,
+        engine: LocalEngine,
         max_prompt_tokens: int,
         notice: Notice,
     ):

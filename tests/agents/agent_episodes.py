@@ -6,7 +6,7 @@ from unittest import mock
 
 import tiny_run
 from qerl.config import AgentConfig, ModelConfig, TaskConfig
-from qerl.engine import Engine
+from qerl.engine import PagedEngine
 from qerl.serve.agents.rollout import AgentPool
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.types import GenerateRequest, Prompt, Sampling
@@ -53,13 +53,13 @@ def playing(model: LoadedModel, agent, *, task: TaskConfig | None = None, **sett
 @contextlib.contextmanager
 def noting_samples():
     """A list that gets (tokens, logprobs) of each sample that an engine ends."""
-    sampled, to_sample = [], Engine._to_sample
+    sampled, to_sample = [], PagedEngine._to_sample
 
     def note(self, s, stopping):
         sampled.append((list(s.tokens_T), list(s.logprobs_T)))
         return to_sample(self, s, stopping)
 
-    with mock.patch.object(Engine, "_to_sample", note):
+    with mock.patch.object(PagedEngine, "_to_sample", note):
         yield sampled
 
 

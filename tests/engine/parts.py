@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from models.tiny import logits_of
 from qerl.config import EngineConfig
-from qerl.engine import Engine
+from qerl.engine import PagedEngine
 from qerl.models.decoder import Decoder
 from qerl.types import GenerateRequest, Pivot, Prompt, Sampling
 
@@ -50,8 +50,8 @@ def prompts_of(*lengths: int, first_index: int = 0) -> list[Prompt]:
     ]
 
 
-def engine_of(decoder, *, stop_token_ids=STOPS, **settings) -> Engine:
-    return Engine(decoder, tokenizer(), EngineConfig(**settings), stop_token_ids=stop_token_ids)
+def engine_of(decoder, *, stop_token_ids=STOPS, **settings) -> PagedEngine:
+    return PagedEngine(decoder, tokenizer(), EngineConfig(**settings), stop_token_ids=stop_token_ids)
 
 
 def request_of(prompts_P, *, num_samples=3, seed=5, step=2, sampling=None, **parameters) -> GenerateRequest:

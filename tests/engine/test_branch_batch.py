@@ -6,7 +6,7 @@ import torch
 from engine.parts import EOS, STOPS, branched, drawn, engine_of, packed_logprobs, prompts_of, tokenizer
 from models.tiny import tiny
 from qerl.cost.cache import page_bytes
-from qerl.engine import engine as engine_module
+from qerl.engine import paged_engine
 from qerl.engine.schedule.cache_space import CacheSpace
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix
@@ -31,7 +31,7 @@ def counted(monkeypatch):
             super().__init__(*args, **settings)
             made.append(self.pages)
 
-    monkeypatch.setattr(engine_module, "CacheSpace", Counted)
+    monkeypatch.setattr(paged_engine, "CacheSpace", Counted)
     return made
 
 

@@ -265,7 +265,7 @@ def test_closing_stops_the_running_call(model):
 
 def test_prompts_enter_a_batch_a_few_tokens_at_a_time(model, batcher, monkeypatch):
     """So that the first of many prompts does not wait for the last."""
-    monkeypatch.setattr("qerl.engine.sampling_engine._CPU_ADMITTED_TOKENS", 10)
+    monkeypatch.setattr("qerl.engine.local_engine._CPU_ADMITTED_TOKENS", 10)
     first, last = (request_of(model, text, sampling=Sampling(max_tokens=40)) for text in ("a" * 20, "b"))
     num_before = []
 

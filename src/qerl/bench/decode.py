@@ -30,7 +30,7 @@ from qerl.bench.options import BenchDecodeOptions
 from qerl.bench.record import Origin, row_writer
 from qerl.bench.roofline import LIMITS, step_floor_ms
 from qerl.config import EngineConfig
-from qerl.engine import Engine, Stats
+from qerl.engine import PagedEngine, Stats
 from qerl.errors import RunError
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import random_decoder, shape
@@ -102,7 +102,7 @@ def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) 
     }
 
 
-def endless_engine(decoder: Decoder, *, max_num_seqs: int, kv: str, kernels: str) -> Engine:
+def endless_engine(decoder: Decoder, *, max_num_seqs: int, kv: str, kernels: str) -> PagedEngine:
     """Return an engine whose samples end by length alone. kv: bf16 or fp8; kernels: as in EngineConfig."""
     tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
     config = EngineConfig(
@@ -110,10 +110,10 @@ def endless_engine(decoder: Decoder, *, max_num_seqs: int, kv: str, kernels: str
         kv_cache_dtype="auto" if kv == "bf16" else "fp8",
         kernels=kernels,  # type: ignore[arg-type]
     )
-    return Engine(decoder, tokenizer, config, stop_token_ids=frozenset())
+    return PagedEngine(decoder, tokenizer, config, stop_token_ids=frozenset())
 
 
-def compile_figures(engine: Engine) -> dict[str, float]:
+def compile_figures(engine: PagedEngine) -> dict[str, float]:
     """Return the seconds of compiling kernels ahead and their number, or zeros with PyTorch's operations."""
     report = engine.compile_report()
     compile_s, count = (0.0, 0) if report is None else (report.compile_s, report.num_compiled)
@@ -144,7 +144,9 @@ def _cases(options: BenchDecodeOptions, provider: str, rank: int) -> Iterator[De
             yield make_case(DecodeCase, options, **fields)
 
 
-def _generate(engine: Engine, case: DecodeCase, prompts_P: list[Prompt], max_tokens: int, step: int) -> Stats:
+def _generate(
+    engine: PagedEngine, case: DecodeCase, prompts_P: list[Prompt], max_tokens: int, step: int
+) -> Stats:
     sampling = Sampling(max_tokens=max_tokens, temperature=1.0)
     engine.generate(
         GenerateRequest(prompts_P, num_samples=case.group_size, sampling=sampling, seed=0, step=step)

@@ -26,7 +26,7 @@ from qerl.bench.options import BenchRolloutOptions
 from qerl.bench.record import Origin, row_writer
 from qerl.bench.roofline import LIMITS
 from qerl.bench.schedule import Lengths, rollout_floor_s, tail_s
-from qerl.engine import Engine, Stats
+from qerl.engine import PagedEngine, Stats
 from qerl.errors import RunError
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import random_decoder, shape
@@ -98,7 +98,7 @@ def measure_case(case: RolloutCase, decoder: Decoder, runs: int) -> dict[str, An
     }
 
 
-def _generate(engine: Engine, case: RolloutCase, prompts_P: list[Prompt], step: int) -> Stats:
+def _generate(engine: PagedEngine, case: RolloutCase, prompts_P: list[Prompt], step: int) -> Stats:
     lengths_S, size = case.lengths_S, case.group_size
     request = GenerateRequest(
         prompts_P,

@@ -33,7 +33,7 @@ from qerl.bench.measure import Meter, attempt, cuda_device
 from qerl.bench.options import BenchStepOptions
 from qerl.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
-from qerl.engine import Engine
+from qerl.engine import PagedEngine
 from qerl.kernels.attention.flash_attention_4 import version_used
 from qerl.learner import Learner
 from qerl.learner.distributed import ALONE, Ranks, join_ranks
@@ -105,7 +105,7 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
     meter.clear()
     config = run_config(case, ranks.count)
     tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
-    engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
+    engine = PagedEngine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
     score = partial(engine.score, sampling=sampling_of(config)) if case.exact_mode else None
     holds = case.bench != "memory" and would_hold_operands(decoder, config, case.prompt_tokens)
     learner = Learner(decoder, config, notice=meter.say, score=score, ranks=ranks, holds_operands=holds)

@@ -1,8 +1,8 @@
 """Sampling engine: continuous batching over a paged KV cache, on the learner's own decoder."""
 
-from qerl.engine.engine import Engine
 from qerl.engine.live_batch import LiveBatch, LiveRequest
-from qerl.engine.sampling_engine import SamplingEngine, TokenCallback
+from qerl.engine.local_engine import LocalEngine, TokenCallback
+from qerl.engine.paged_engine import PagedEngine
 from qerl.engine.stats import Stats
 
-__all__ = ["Engine", "LiveBatch", "LiveRequest", "SamplingEngine", "Stats", "TokenCallback"]
+__all__ = ["LiveBatch", "LiveRequest", "LocalEngine", "PagedEngine", "Stats", "TokenCallback"]

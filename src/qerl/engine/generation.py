@@ -14,7 +14,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,28 +53,14 @@ class StoppingCriteria:
 
 
 class SampleCaches(Protocol):
-    """A KVCache, or the PromptCaches of transformers' model."""
+    """A KVCache, which documents these methods, or the PromptCaches of transformers' model."""
 
     @property
-    def states(self) -> StateCache | None:
-        """Recurrent states in slots of the scheduler; None if there are none."""
-        ...
-
-    def copy_partial_pages(self, copies: list[tuple[int, HasPages, HasPages]]) -> None:
-        """For each (num_positions, source, target), copy the pages that are filled partly."""
-        ...
-
-    def read_routes(self, pages: list[int], num_positions: int) -> bytes | None:
-        """Return the experts of the first positions in these pages, as in Sample; None: not recorded."""
-        ...
-
-    def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
-        """Return copies of what these spans hold in host memory; None: they are computed again."""
-        ...
-
-    def restore(self, carried: CarriedCache, span: CachedSpan) -> None:
-        """Write what a span of the same positions held."""
-        ...
+    def states(self) -> StateCache | None: ...
+    def copy_partial_pages(self, copies: list[tuple[int, HasPages, HasPages]]) -> None: ...
+    def read_routes(self, pages: list[int], num_positions: int) -> bytes | None: ...
+    def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]: ...
+    def restore(self, carried: CarriedCache, span: CachedSpan) -> None: ...
 
 
 class PromptForward(Protocol):
@@ -114,6 +100,12 @@ class StepRunner(Protocol):
     def read(self) -> Burst: ...
 
 
+def _chunk(holder: LiveGroup | LiveSample, tokens_T: list[int], first: int, **others: Any) -> PrefillChunk:
+    """Return a chunk of tokens from position `first` on, in the holder's pages and state."""
+    pages, row, state, windowed = holder.pages, holder.noise_row, holder.state, holder.window_pages
+    return PrefillChunk(tokens_T, first, pages, row, state=state, window_pages=windowed, **others)
+
+
 class Generation:
     def __init__(
         self,
@@ -132,11 +124,9 @@ class Generation:
     def branch(self, groups: list[LiveGroup]) -> None:
         """Add branches of samples that the previous run finished; the next run generates them."""
         self._scheduler.branch(groups)
-        has_states = self._cache.states is not None  # a branch's own are computed again
-        skipped = (group.num_parent_tokens if has_states else 0 for group in groups)
-        self.stats.reused_tokens += sum(
-            group.prompt_tokens - n for group, n in zip(groups, skipped, strict=True)
-        )
+        has_states = self._cache.states is not None  # those of a branch's own tokens are computed again
+        for group in groups:
+            self.stats.reused_tokens += group.prompt_tokens - has_states * group.num_parent_tokens
 
     @property
     def is_done(self) -> bool:
@@ -157,7 +147,7 @@ class Generation:
 
     def forget(self, episodes: list[object]) -> None:
         """Keep no pages for these episodes any more."""
-        self._scheduler.space.kept.forget(episodes)
+        self._scheduler.space.kept_pages.forget(episodes)
 
     def add(self, groups: list[LiveGroup]) -> None:
         """Add groups that start at the next burst, if there is room; they are younger than all before."""
@@ -186,7 +176,7 @@ class Generation:
         self._needs_reschedule = True
 
     def run(self, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Generate until every sample is finished, or is_enough, which is asked after each burst."""
+        """Generate until every sample is finished, or is_enough, called after each burst, returns True."""
         start_s, scheduler, runner = time.perf_counter(), self._scheduler, self._runner
         self._start_s, runner.num_steps, runner.record_s = start_s, 0, 0.0
         while not (scheduler.is_done or is_enough()):
@@ -274,13 +264,12 @@ class Generation:
 
     def _limit_turn(self, s: LiveSample) -> None:
         """Set the maximum length of the turn that starts now."""
-        turn_tokens = None if self._conversation is None else self._conversation.turn_tokens
-        s.max_tokens = s.total_tokens
-        if turn_tokens is not None:
-            s.max_tokens = min(len(s.tokens_T) + turn_tokens, s.max_tokens)
+        s.max_tokens, conversation = s.total_tokens, self._conversation
+        if conversation is not None and conversation.turn_tokens is not None:
+            s.max_tokens = min(len(s.tokens_T) + conversation.turn_tokens, s.max_tokens)
 
     def keep_routes(self, s: LiveSample) -> None:
-        """Keep the experts that the sample's rows so far went to, in s.routes."""
+        """Store the experts of the sample's rows so far in s.routes."""
         s.routes = self._cache.read_routes(s.pages or s.group.pages, s.num_positions - 1)
 
     def _end_turns(self, samples: list[LiveSample]) -> None:
@@ -297,15 +286,7 @@ class Generation:
             return
         self.stats.reused_tokens += sum(g.num_reused for g in groups)
         chunks = [
-            PrefillChunk(
-                g.prompt.tokens_T[g.num_reused :],
-                g.num_reused,
-                g.pages,
-                g.noise_row,
-                g.on_prompt_hidden,
-                g.state,
-                window_pages=g.window_pages,
-            )
+            _chunk(g, g.prompt.tokens_T[g.num_reused :], g.num_reused, on_hidden=g.on_prompt_hidden)
             for g in groups
         ]
         hidden_PD = self._prefill(chunks)
@@ -329,8 +310,8 @@ class Generation:
         self._end_turns([s for s in samples if s.finish is not None])
 
     def _fill_pages(self, scheduled: list[LiveSample]) -> None:
-        """Restore what was carried of samples; copy the partial page and states of new samples' prompts;
-        recompute what preempted ones cached."""
+        """Restore carried samples; copy the partial page and states of new samples' prompts; recompute what
+        preempted samples had cached."""
         scheduled = self._restore(scheduled)
         new = [s for s in scheduled if not s.num_cached]
         self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group, s) for s in new])
@@ -342,7 +323,7 @@ class Generation:
             self._prefill([self._uncached(s) for s in resumed])
 
     def _restore(self, holders: list[_Holder]) -> list[_Holder]:
-        """Write what was carried of these into their pages, once; return the others."""
+        """Write the carried contents of these into their pages, once; return the others."""
         others = [holder for holder in holders if holder.carried is None]
         for holder in holders:
             if holder.carried is not None:
@@ -352,18 +333,15 @@ class Generation:
         return others
 
     def _go_to_pivots(self, branches: list[LiveSample], states: StateCache) -> None:
-        """Take the states of branches from the prompt's end to the pivot: once for each group."""
+        """Advance the states of branches from the prompt's end to the pivot, once for each group."""
         first_of = {s.group: s for s in reversed(branches)}
         if not first_of:
             return
         chunks = []
         for group, s in first_of.items():
-            assert group.parent is not None
-            tokens_T, start = (
-                group.parent.tokens_T[: group.num_parent_tokens],
-                group.parent.group.prompt_tokens,
-            )
-            chunks.append(PrefillChunk(tokens_T, start, s.pages, s.noise_row, state=s.state, is_cached=True))
+            parent, num_tokens = group.parent, group.num_parent_tokens
+            assert parent is not None
+            chunks.append(_chunk(s, parent.tokens_T[:num_tokens], parent.group.prompt_tokens, is_cached=True))
         self._prefill(chunks)
         states.copy([(first_of[s.group].state, s.state) for s in branches if s is not first_of[s.group]])
 
@@ -372,15 +350,7 @@ class Generation:
         """Return the tokens that are not cached, except the newest."""
         first = s.num_cached or s.group.prompt_tokens
         tokens_T = s.tokens_T[first - s.group.prompt_tokens : -1]
-        return PrefillChunk(
-            tokens_T,
-            first,
-            s.pages,
-            s.noise_row,
-            state=s.state,
-            window_pages=s.window_pages,
-            prompt_window_pages=s.group.window_pages,
-        )
+        return _chunk(s, tokens_T, first, prompt_window_pages=s.group.window_pages)
 
     def _read_all(self) -> None:
         while self._runner.num_unread_bursts:
@@ -401,7 +371,7 @@ class Generation:
             self._needs_reschedule = self._needs_reschedule or not num_left or is_better
 
     def _append_burst(self, burst: Burst) -> tuple[list[LiveSample], bool]:
-        """Return (samples that ended in this burst, True if one ended as only the host sees: by a string)."""
+        """Return (samples that ended in this burst, True if one ended by a string: only the host sees it)."""
         ended, is_host_stop = [], False
         columns = zip(burst.samples_B, burst.tokens_WB.T.tolist(), burst.logprobs_WB.T.tolist(), strict=True)
         for s, tokens_W, logprobs_W in columns:
@@ -419,7 +389,7 @@ class Generation:
         return ended, is_host_stop
 
     def _extend(self, s: LiveSample, tokens_W: list[int], logprobs_W: list[float]) -> bool:
-        """Append a burst's tokens at once and return True, if none of them has to be looked at."""
+        """Append a burst's tokens at once and return True, if none of them can end the sample."""
         has_criteria = self._stopping.detokenizer.stop or self._on_token
         may_end = len(s.tokens_T) + len(tokens_W) >= s.max_tokens or has_criteria
         if may_end or not self._stop_token_ids.isdisjoint(tokens_W) or not math.isfinite(sum(logprobs_W)):

@@ -5,7 +5,7 @@
     step     launch a burst, read one, or rebuild the batch (generation.py)
 
 Each request has sampling parameters of its own (row_sampler.py). Its tokens are functions of its prompt's
-index, as in `Engine.generate` with seed and step 0, and not of the requests beside it.
+index, as in `PagedEngine.generate` with seed and step 0, and not of the requests beside it.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from qerl.types import Prompt, Sample, Sampling, TokenLogprob
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class LiveRequest:
-    """A prompt, how to sample it, and who is told."""
+    """A prompt, how to sample it, and the function that gets its tokens."""
 
     prompt: Prompt
     num_samples: int = 1
@@ -34,7 +34,7 @@ class LiveRequest:
     constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one sample."""
     is_learned: bool = False
-    """True if a sample keeps what a learner needs: Sample.allowed and Sample.routes."""
+    """True if samples have Sample.allowed and Sample.routes, which a learner needs."""
     episode: object | None = None
     """The episode whose later requests may begin with this one and its answer (kept_pages.py), if any."""
     num_top_logprobs: int = 0
@@ -61,7 +61,7 @@ class LiveBatch:
         *,
         max_positions: int,
     ):
-        """make_generation gets what to call for every token."""
+        """make_generation gets the function to call for every token."""
         self._generation = make_generation(self._on_token)
         self._new_group, self._stopping, self._to_sample = new_group, stopping, to_sample
         self._logits, self._max_positions = logits, max_positions
@@ -75,12 +75,12 @@ class LiveBatch:
 
     @property
     def num_reused_tokens(self) -> int:
-        """Number of tokens of prompts so far whose pages were kept."""
+        """Number of prompt tokens so far whose pages were kept."""
         return self._generation.stats.reused_tokens
 
     @property
     def num_prefilled_tokens(self) -> int:
-        """Number of tokens computed so far that were not sampled, or again."""
+        """Number of tokens computed so far in prefills."""
         return self._generation.num_prefilled
 
     @property

@@ -35,7 +35,7 @@ class _ScoreBatch:
     prompt_indices: list[int] = dataclasses.field(default_factory=list)
     """For each sample, the index of its prompt."""
     allowed: list[AllowedTokens | None] = dataclasses.field(default_factory=list)
-    """The tokens that grammars allowed in place of each sample's, given ones included."""
+    """The tokens that grammars allowed in place of each sample's, unsampled ones included."""
 
 
 def score(
@@ -114,8 +114,8 @@ def _score_batch(
 def _logprobs(
     sampler: Sampler, hidden: Iterable[Tensor], tokens: list[int], rows: int, mask: TokenMask | None
 ) -> Tensor:
-    """Return the logprob of each token after its hidden state; these come [rows, D] at a time, padded. mask:
-    what grammars allowed in place of the tokens."""
+    """Return the logprob of each token after its hidden state; hidden: blocks [rows, D], padded. mask: the
+    tokens that grammars allowed."""
     parts, tokens_CB = [], _padded(torch.tensor(tokens), rows).view(-1, rows)
     for hidden_BD in hidden:
         leave_out = None if mask is None else functools.partial(mask.fill_, start=rows * len(parts))
@@ -125,12 +125,12 @@ def _logprobs(
 
 
 def _of_all_tokens(sample: Sample) -> AllowedTokens | None:
-    """Return what was allowed in place of all tokens of the sample, given ones included."""
+    """Return the tokens allowed in place of each of the sample's, unsampled ones included."""
     if sample.allowed is None:
         return None
     set_T: list[int | None] = [None] * len(sample.tokens_T)
-    for index, own in zip(sample.sampled_indices, sample.allowed.set_C, strict=True):
-        set_T[index] = own
+    for index, allowed in zip(sample.sampled_indices, sample.allowed.set_C, strict=True):
+        set_T[index] = allowed
     return AllowedTokens(sample.allowed.sets, set_T)
 
 

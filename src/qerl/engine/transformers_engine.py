@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from qerl.config import EngineConfig
 from qerl.engine.decode.runner import Burst
 from qerl.engine.generation import Generation, StoppingCriteria
+from qerl.engine.local_engine import LocalEngine, NewGeneration
 from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.sampling.row_sampler import RowSampler
 from qerl.engine.sampling.sampler import Sampler, TorchSampler
-from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
 from qerl.engine.schedule.cache_space import CacheSpace, HasPages, Space
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
@@ -36,10 +36,10 @@ from qerl.engine.schedule.scheduler import Scheduler
 from qerl.models.transformers_backend.transformers_model import TransformersModel
 from qerl.types import Sampling
 
-_MOST_PAGES = 1 << 18  # of a server, whose requests could be as long as the model allows
+_MAX_PAGES = 1 << 18  # of a server, whose requests could be as long as the model allows
 
 
-class TransformersEngine(SamplingEngine):
+class TransformersEngine(LocalEngine):
     def __init__(
         self,
         model: TransformersModel,
@@ -68,7 +68,7 @@ class TransformersEngine(SamplingEngine):
     def open(self, groups: list[LiveGroup], sampling: Sampling | None) -> Iterator[NewGeneration]:
         page_tokens = self._config.block_size
         needed = [_pages(group, page_tokens) for group in groups]
-        pages = max(min(sum(needed), _MOST_PAGES), *needed)
+        pages = max(min(sum(needed), _MAX_PAGES), *needed)
 
         def new_generation(
             groups: list[LiveGroup],
@@ -97,8 +97,8 @@ class TransformersEngine(SamplingEngine):
 
 def _pages(group: LiveGroup, page_tokens: int) -> int:
     """Return the pages of a group whose samples all run, with one in reserve for each."""
-    own = min_group_pages(group.prompt_tokens, group.max_tokens, page_tokens) + 1
-    return num_pages(group.prompt_tokens, page_tokens) + len(group.samples_G) * own
+    each = min_group_pages(group.prompt_tokens, group.max_tokens, page_tokens) + 1
+    return num_pages(group.prompt_tokens, page_tokens) + len(group.samples_G) * each
 
 
 class Lockstep:
@@ -161,8 +161,8 @@ def forward(
 
 
 class PromptCaches:
-    """The caches of prompts whose samples have not all begun, by the first page of the prompt's group: pages
-    have one owner at a time."""
+    """The caches of prompts whose samples have not all started, by the first page of the prompt's group,
+    which has one owner at a time."""
 
     states = None
 
@@ -199,8 +199,8 @@ class TransformersPrefill:
         self._model, self._caches, self._max_tokens = model, caches, max_tokens
 
     def __call__(self, chunks: list[PrefillChunk]) -> Tensor:
-        """Return the logits after each prompt, fp32 [chunks, V]. Later parts of a sample are left to the
-        runner, which computes what its cache lacks."""
+        """Return the logits after each prompt, fp32 [chunks, V]. The runner computes the later parts of a
+        sample itself."""
         prompts = [chunk for chunk in chunks if chunk.first_position == 0]
         logits: dict[int, Tensor] = {}
         for some in _by_length(prompts, self._max_tokens):
@@ -234,22 +234,18 @@ class TransformersRunner:
     max_steps, max_unread_bursts = 1, 0
 
     def __init__(self, model: TransformersModel, sampler: Sampler, caches: PromptCaches):
-        self.num_steps, self.record_s = 0, 0.0
-        self.sampler = sampler
-        self._model, self._caches = model, caches
+        self.num_steps, self.record_s, self.max_rows = 0, 0.0, 1 << 30
+        self._model, self.sampler, self._caches = model, sampler, caches
         self._samples_B: list[LiveSample] = []
         self._keys_B: list[int] = []
         self._locksteps: list[tuple[Lockstep, list[LiveSample]]] = []
         self._unread: list[Burst] = []
-        self.max_rows = 1 << 30
 
     @property
     def num_unread_steps(self) -> int:
         return len(self._unread)
 
-    @property
-    def num_unread_bursts(self) -> int:
-        return len(self._unread)
+    num_unread_bursts = num_unread_steps
 
     def would_shrink(self, num_samples: int) -> bool:
         return 0 < num_samples < len(self._samples_B)
@@ -261,32 +257,32 @@ class TransformersRunner:
         """Do nothing: pages hold nothing."""
 
     def set_batch(self, samples_B: list[LiveSample], keys_B: list[int]) -> None:
-        """Make these samples the rows; compute what the caches lack of them."""
+        """Make these samples the rows; compute their tokens that the caches do not hold."""
         self._samples_B, self._keys_B = list(samples_B), list(keys_B)
         self.sampler.bind(self._samples_B)
-        wanted, kept = {id(s) for s in samples_B}, []
+        wanted, remaining = {id(s) for s in samples_B}, []
         for lockstep, members in self._locksteps:
-            rows = [i for i, s in enumerate(members) if id(s) in wanted and _cached(s) == lockstep.length]
+            cached = [s.num_positions - 1 == lockstep.length for s in members]
+            rows = [i for i, s in enumerate(members) if id(s) in wanted and cached[i]]
             if rows:
                 lockstep.keep(rows)
-                kept.append((lockstep, [members[i] for i in rows]))
+                remaining.append((lockstep, [members[i] for i in rows]))
                 wanted -= {id(members[i]) for i in rows}
-        self._locksteps = kept
+        self._locksteps = remaining
         self._begin([s for s in samples_B if id(s) in wanted])
 
     def _begin(self, samples: list[LiveSample]) -> None:
         """Give samples rows of their own: copies of their prompts' caches, one Lockstep for each length."""
-        by_cache: dict[tuple[int, int], list[LiveSample]] = {}
+        by_cache: dict[tuple[Lockstep, int], list[LiveSample]] = {}
         for s in samples:
             lockstep, _ = self._caches.get(s.group.pages[0])
-            by_cache.setdefault((id(lockstep), len(s.tokens_T)), []).append(s)
-        for members in by_cache.values():
-            lockstep, _ = self._caches.get(members[0].group.pages[0])
-            own = lockstep.copy_of([self._caches.get(s.group.pages[0])[1] for s in members])
-            if len(members[0].tokens_T) > 1:
+            by_cache.setdefault((lockstep, len(s.tokens_T)), []).append(s)
+        for (prompts, num_tokens), members in by_cache.items():
+            lockstep = prompts.copy_of([self._caches.get(s.group.pages[0])[1] for s in members])
+            if num_tokens > 1:
                 rest = [s.tokens_T[:-1] for s in members]
-                own.extend(torch.tensor(rest, device=self._model.device))
-            self._locksteps.append((own, members))
+                lockstep.extend(torch.tensor(rest, device=self._model.device))
+            self._locksteps.append((lockstep, members))
 
     @torch.no_grad()
     def launch(self, num_steps: int) -> None:
@@ -295,20 +291,13 @@ class TransformersRunner:
         for lockstep, members in self._locksteps:
             newest_B1 = torch.tensor([[s.tokens_T[-1]] for s in members], device=self._model.device)
             logits |= {id(s): row for s, row in zip(members, lockstep.extend(newest_B1), strict=True)}
-        device = self._model.device
+        device, logits_BV = self._model.device, torch.stack([logits[id(s)] for s in self._samples_B])
+        keys_B = torch.tensor(self._keys_B, device=device)
         positions = [s.num_positions - 1 for s in self._samples_B]
-        tokens_B, logprobs_B = self.sampler.sample(
-            torch.stack([logits[id(s)] for s in self._samples_B]),
-            torch.tensor(self._keys_B, device=device),
-            torch.tensor(positions, dtype=torch.int32, device=device),
-        )
+        positions_B = torch.tensor(positions, dtype=torch.int32, device=device)
+        tokens_B, logprobs_B = self.sampler.sample(logits_BV, keys_B, positions_B)
         self.num_steps += 1
         self._unread.append(Burst(self._samples_B, tokens_B[None].cpu(), logprobs_B[None].cpu(), None))
 
     def read(self) -> Burst:
         return self._unread.pop(0)
-
-
-def _cached(s: LiveSample) -> int:
-    """Positions before the newest token."""
-    return s.num_positions - 1

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig, ModelConfig, NoiseConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.config.options import EvalOptions
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.errors import UserError
 from qerl.eval.benchmark import Benchmark, result_path, run_benchmark, settings_of
 from qerl.learner import checkpoint
@@ -141,8 +141,8 @@ def _task_settings(task: TaskConfig, pool: RewardPool) -> dict[str, Any]:
 
 
 def _engine(
-    load_engine: Callable[[], SamplingEngine], pool: RewardPool, task: TaskConfig, max_prompt_tokens: int
-) -> SamplingEngine | MultiTurnEngine:
+    load_engine: Callable[[], LocalEngine], pool: RewardPool, task: TaskConfig, max_prompt_tokens: int
+) -> LocalEngine | MultiTurnEngine:
     return with_environment(load_engine(), pool, task.environment, max_prompt_tokens)
 
 

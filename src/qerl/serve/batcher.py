@@ -14,8 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from qerl.engine import LiveBatch, LiveRequest
+from qerl.engine.local_engine import LocalEngine
 from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
-from qerl.engine.sampling_engine import SamplingEngine
 from qerl.engine.schedule.constraint import TokenConstraint
 from qerl.errors import UserError
 from qerl.types import Prompt, Sample, Sampling, TokenLogprob
@@ -138,7 +138,7 @@ class PromptTokens:
 class Batcher:
     def __init__(
         self,
-        engine: SamplingEngine,
+        engine: LocalEngine,
         *,
         max_waiting: int,
         max_positions: int,

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, NoiseConfig, RunConfig
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.models.device import resolve_device
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
@@ -16,7 +16,7 @@ from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
-    engine: SamplingEngine
+    engine: LocalEngine
     max_positions: int
     """Longest prompt and answer together, in tokens."""
 

@@ -7,8 +7,8 @@ Its KV cache is open only while it answers, which is after the samples of a step
 import functools
 
 from qerl.config import EngineConfig, JudgeConfig
-from qerl.engine.engine import Engine
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
+from qerl.engine.paged_engine import PagedEngine
 from qerl.errors import UserError
 from qerl.models.decoder import Decoder
 from qerl.models.peft.adapter import adapter_off
@@ -19,7 +19,7 @@ from qerl.types import GenerateRequest, Prompt, Sampling
 
 
 class BaseJudge:
-    def __init__(self, model: PolicyModel, engine: SamplingEngine, judge: JudgeConfig, config: EngineConfig):
+    def __init__(self, model: PolicyModel, engine: LocalEngine, judge: JudgeConfig, config: EngineConfig):
         """engine: the run's; only its tokens are used where the decoder is qerl's own."""
         self._model, self._run_engine, self._tokenizer = model, engine, engine.tokenizer
         self._judge, self._config = judge, config
@@ -47,9 +47,9 @@ class BaseJudge:
         return Prompt(index=index, text=text, tokens_T=tokens_T, messages=messages, columns={})
 
     @functools.cached_property
-    def _engine(self) -> SamplingEngine:
+    def _engine(self) -> LocalEngine:
         """Return an engine whose kernels have no adapter; transformers' operations look at each call."""
         if not isinstance(self._model, Decoder):
             return self._run_engine
         stop_ids = self._run_engine.stop_token_ids
-        return Engine(self._model, self._tokenizer, self._config, stop_token_ids=stop_ids)
+        return PagedEngine(self._model, self._tokenizer, self._config, stop_token_ids=stop_ids)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, RunConfig
 from qerl.config.stored import BASE, with_stored_base
-from qerl.engine.engine import Engine
+from qerl.engine.paged_engine import PagedEngine
 from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.model_folder import read_json
@@ -96,7 +96,7 @@ def _sampled(
     resident = model.operand == "resident"
     decoder = _float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
     stop_ids = stop_token_ids(tokenizer, locate(model.path))
-    engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
+    engine = PagedEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
     max_tokens = min(config.sample.max_tokens, MAX_SAMPLE_TOKENS)
     sampling = dataclasses.replace(sampling_of(config), max_tokens=max_tokens)
     samples_by_prompt: dict[int, tuple[list[int], list[list[int]]]] = {}

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
 from qerl.config.conflicts import NEEDS_OUR_DECODER, holding
-from qerl.engine.engine import Engine
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
+from qerl.engine.paged_engine import PagedEngine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError, require
 from qerl.learner import checkpoint
@@ -44,7 +44,7 @@ def check_backend(config: RunConfig) -> None:
         )
 
 
-def load_policy(config: RunConfig) -> tuple[PolicyModel, SamplingEngine, Task]:
+def load_policy(config: RunConfig) -> tuple[PolicyModel, LocalEngine, Task]:
     """Build the task first, so that its errors appear before weights are read. config.model has no `auto`.
 
     examples/first_run.ipynb calls it."""
@@ -113,7 +113,7 @@ def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:
     return max(len(prompt.tokens_T) for prompt in prompts_P)
 
 
-def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PolicyModel, SamplingEngine]:
+def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PolicyModel, LocalEngine]:
     model, source = config.model, locate(config.model.path)
     stop_ids = stop_token_ids(tokenizer, source)
     build: dict[str, Any] = {"format": model.format, "compute": COMPUTE[model.dtype]}
@@ -129,7 +129,7 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     _add_adapter(decoder, config)
     set_router_noise(decoder, config.noise.router)
     sampler = decoder if model.sampler_format is None else make_sampler_copy(decoder, model.sampler_format)
-    return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
+    return decoder, PagedEngine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
 
 
 def _add_adapter(model: PolicyModel, config: RunConfig) -> None:
@@ -142,7 +142,7 @@ def load_trained_sampler(
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: Path | None,
     notice: Callable[[str], None],
-) -> SamplingEngine:
+) -> LocalEngine:
     """Load the adapter of the newest intact checkpoint in the folder; None: the model as it is, with a notice
     of what quantizing it changed. Notices also say that transformers runs the model."""
     adapter = None if checkpoints is None else checkpoint.latest_adapter(checkpoints)

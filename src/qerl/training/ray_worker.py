@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.errors import UserError
 from qerl.models.peft.adapter import load_adapter
 from qerl.models.policy_model import PolicyModel
@@ -31,7 +31,7 @@ from qerl.types import GenerateRequest, Prompt, Sample
 class Episodes(Protocol):
     """Maker of episodes of an engine's samples; its process is started before the model is loaded."""
 
-    def engine(self, engine: SamplingEngine) -> ReplayingEngine: ...
+    def engine(self, engine: LocalEngine) -> ReplayingEngine: ...
 
 
 MakeEpisodes = Callable[[], Episodes]
@@ -66,7 +66,7 @@ class Sampled:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Loaded:
     model: PolicyModel
-    inner: SamplingEngine
+    inner: LocalEngine
     engine: ReplayingEngine
     noise: AQN
 

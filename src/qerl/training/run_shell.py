@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qerl.config import EvalConfig, RunConfig
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.learner import Learner
 from qerl.learner.distributed import RankLost, Ranks
 from qerl.models.peft.adapter import load_adapter
@@ -38,7 +38,7 @@ class Training(Protocol):
 
     config: RunConfig
     decoder: PolicyModel
-    engine: SamplingEngine
+    engine: LocalEngine
     sampler: RolloutEngine
     """The engine, or what wraps it for agents, environments, ranks or Ray."""
     learner: Learner

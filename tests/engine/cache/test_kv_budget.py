@@ -41,7 +41,7 @@ def test_a_cache_as_large_as_memory_allows_is_replaced_only_by_one_worth_its_gra
     for affordable, room in ((40, 45), (39, 40), (44, 49), (45, 50), (36, 44), (36, 45)):
         for name, pages in (("new_cache_bytes", affordable), ("max_cache_bytes", room)):
             limit = (pages + 0.5) * engine._size.page_bytes
-            monkeypatch.setattr(f"qerl.engine.engine.{name}", lambda *_, limit=limit: limit)
+            monkeypatch.setattr(f"qerl.engine.paged_engine.{name}", lambda *_, limit=limit: limit)
         drawn(engine, prompts_P, max_tokens=9)
         sizes.append(engine._cache.num_pages)
     assert sizes == [40, 40, 40, 45, 36, 36]
@@ -56,7 +56,7 @@ def test_a_cache_that_stays_is_memory_that_its_successor_may_have(monkeypatch):
         held.append(resident_bytes)
         return 1e9
 
-    monkeypatch.setattr("qerl.engine.engine.new_cache_bytes", new_cache_bytes)
+    monkeypatch.setattr("qerl.engine.paged_engine.new_cache_bytes", new_cache_bytes)
     for _ in range(2):
         drawn(engine, prompts_of(9))
     assert held == [0, engine.num_bytes] and engine.num_bytes > 0

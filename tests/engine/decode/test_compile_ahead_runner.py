@@ -38,10 +38,10 @@ def test_the_kernels_of_the_first_batch_come_first_and_the_others_while_it_runs(
         start(self)
 
     monkeypatch.setattr(BackgroundCompiler, "start", started)
-    report, compiler = runner.compile_ahead(num_samples=3, most_samples=4)
+    report, compiler = runner.compile_ahead(num_samples=3, max_samples=4)
     assert (report.num_kernels, report.num_compiled) == (1, 1) and report.compile_s > 0
     assert order == [[False, False, True, False], [3, 2, 4, 1]]
     compiler.wait()
     assert all(path.exists() for path in paths)
-    report, _ = runner.compile_ahead(num_samples=9, most_samples=9)
+    report, _ = runner.compile_ahead(num_samples=9, max_samples=9)
     assert report.num_compiled == 0

@@ -98,11 +98,11 @@ def test_under_random_operations_no_page_is_owned_twice_and_all_are_free_used_or
                 of.kept.keep(episode, tokens_T, pages)
             pool.release(pages)
         used = {page for _, _, pages in running for page in pages}
-        kept = {page for each in of.kept._kept for page in each.pages}
+        kept = {page for each in of.kept._sequences for page in each.pages}
         assert pool.num_used == len(used) and pool.num_kept == len(kept - used)
         assert len(pool._free) + pool.num_used + pool.num_kept == 40
         assert set(pool._free).isdisjoint(used | kept)
-        assert sum(len(each.pages) for each in of.kept._kept) <= 25
+        assert sum(len(each.pages) for each in of.kept._sequences) <= 25
     assert num_reused > 50
     for _, _, pages in running:
         pool.release(pages)

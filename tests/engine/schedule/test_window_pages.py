@@ -123,8 +123,8 @@ def test_a_sample_of_any_length_holds_the_pages_of_its_window(windows, burst_ste
         assert engine.stats.peak_pages > max_tokens // 4
     assert held[0] == held[1], "three times as long, and not a page more"
     window = Window(7, 4)
-    assert held[0][0] <= window.most_pages + -(-2 * burst_steps // 4), "two bursts ahead"
-    assert window.most_pages == 3
+    assert held[0][0] <= window.max_pages + -(-2 * burst_steps // 4), "two bursts ahead"
+    assert window.max_pages == 3
 
 
 @pytest.mark.parametrize("windows", [MIXED, ALL], ids=["mixed", "all"])
@@ -224,7 +224,7 @@ def test_the_first_page_of_a_window_is_the_first_that_a_query_sees(size, page_to
     window = Window(size, page_tokens)
     for n in range(1, 100):
         seen = {j // page_tokens for j in range(max(n - size, 0), n)}
-        assert window.first_page(n) == min(seen) and len(seen) <= window.most_pages
+        assert window.first_page(n) == min(seen) and len(seen) <= window.max_pages
         before = {j // page_tokens for j in range(max(n - size, 0), n - 1)}
         assert len(before) <= window.prompt_pages(n - 1) <= len(before) + (size == 1)
 

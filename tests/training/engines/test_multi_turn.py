@@ -11,7 +11,7 @@ from engine.parts import packed_logprobs, request_of
 from models.tiny import tiny
 from qerl.cli.main import main
 from qerl.config import AlgoConfig, EngineConfig, EnvironmentConfig, NoiseConfig, RunConfig, TaskConfig
-from qerl.engine import Engine
+from qerl.engine import PagedEngine
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.learner.distributed import ALONE
@@ -74,7 +74,8 @@ def play(decoder):
             rewards=("numeric",) * (1 + len(functions)),
         )
         pools.append(RewardPool(config, [environment, *functions]))
-        engine = Engine(decoder, tokenizer(), EngineConfig(), stop_token_ids=frozenset({END, *range(30)}))
+        stop_ids = frozenset({END, *range(30)})
+        engine = PagedEngine(decoder, tokenizer(), EngineConfig(), stop_token_ids=stop_ids)
         run.episodes = MultiTurnEngine(engine, pools[-1], config.environment, 100)
         prompts_P = [prompt_of(i, **row) for i, row in enumerate(rows)]
         groups = run.episodes.generate(request_of(prompts_P, max_tokens=max_tokens, seed=seed))

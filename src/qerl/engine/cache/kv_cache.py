@@ -22,25 +22,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qerl.engine.cache.layer_pages import (
-    LayerPages,
-    layers_by_heads,
-    page_specs,
-    route_specs,
-    slots_of,
-)
+from qerl.engine.cache.layer_pages import LayerPages, layers_by_heads, page_specs, route_specs, slots_of
 from qerl.engine.cache.memory import tensors_on
 from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.schedule.cache_space import HasPages, Space
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache, HostPieces
 from qerl.engine.schedule.window_pages import windowed_layers
-from qerl.kernels.attention.decode_attention import LayerCache
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.runtime.gpu_memory import sent
 from qerl.models.architecture import Architecture
 from qerl.models.mixture import Route
-
-__all__ = ["KVCache", "slots_of"]
 
 
 class KVCache:
@@ -55,8 +46,8 @@ class KVCache:
         num_window_pages: int | None = None,
         host: HostPieces | None = None,
     ):
-        """states: of a decoder whose layers have recurrent states. num_window_pages: of layers with a window;
-        None: they use the same pages as the others. host: memory for what is carried; None: its own."""
+        """states: None unless layers have recurrent states. num_window_pages: of layers with a window; None:
+        they use the pages of the others. host: memory for carried contents; None: the cache makes its own."""
         a = architecture
         self.states, self.page_tokens = states, page_tokens
         self._host = HostPieces(device) if host is None else host
@@ -113,9 +104,6 @@ class KVCache:
         """Return the pages that this layer uses."""
         return self._of_layer[layer_index]
 
-    def layer(self, layer_index: int) -> LayerCache:
-        return self.of_layer(layer_index).layer(layer_index)
-
     def state_of(self, layer_index: int, state: DecodeState) -> DecodeState:
         """Return the state with the tables of the pages that this layer uses."""
         if self.of_layer(layer_index) is not self.windowed:
@@ -123,7 +111,7 @@ class KVCache:
         return dataclasses.replace(state, tables_BX=state.window_tables_BX)
 
     def recording(self, slots_T: Tensor) -> Route | None:
-        """Return a route that writes the experts of rows with these slots in `pages`; None without a
+        """Return a route that writes the experts of the rows to these slots of `pages`; None without a
         mixture."""
         if self.pages.routes is None:
             return None
@@ -152,7 +140,7 @@ class KVCache:
         return rows_LTK.transpose(0, 1).contiguous().cpu().numpy().tobytes()
 
     def carry(self, spans: list[CachedSpan]) -> list[CarriedCache | None]:
-        """Return copies of what these spans hold in host memory; None of those for which it has no room."""
+        """Return copies of the spans' contents in host memory; None where it has too little room."""
         carried = []
         for span in spans:
             places, windowed = list(span.windowed), list(span.windowed.values())
@@ -163,7 +151,7 @@ class KVCache:
         return carried
 
     def restore(self, carried: CarriedCache, span: CachedSpan) -> None:
-        """Write what a span of the same positions held; pages of windows where this one has them too."""
+        """Write the contents of a span of the same positions; window pages where this span has them too."""
         rows = [row for row, place in enumerate(carried.places) if place in span.windowed]
         windowed = [span.windowed[carried.places[row]] for row in rows]
         selected = self._selected(span.own_pages(self.page_tokens), windowed, span.slot)
@@ -175,23 +163,23 @@ class KVCache:
     def _selected(
         self, pages: list[int], windowed: list[int], slot: list[int]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return each tensor of the cache with its indices among these, in the second dimension."""
+        """Return each tensor of the cache with its indices in the second dimension: pages or slots."""
         whole = [x for kind in (self.pages, *self._others) for x in kind.tensors]
         of_windows = [] if self.windowed is None else self.windowed.tensors
         states = [] if self.states is None else [self.states.conv, self.states.state]
-        found = []
+        selected = []
         for tensors, places in ((whole, pages), (of_windows, windowed), (states, slot)):
             if tensors:
                 indices = self._indices(places)
-                found += [(x, indices) for x in tensors]
-        return found
+                selected += [(x, indices) for x in tensors]
+        return selected
 
     def _indices(self, places: list[int]) -> Tensor:
         return sent(torch.tensor(places, dtype=torch.long), self.pages.k.device)
 
     def copy_partial_pages(self, copies: list[tuple[int, HasPages, HasPages]]) -> None:
-        """For each (num_positions, source, target), copy the pages that num_positions fill partly, if there
-        are any; of layers with a window, where both hold one."""
+        """For each (num_positions, source, target), copy the page that num_positions fill partly, if any; the
+        window page where both hold it."""
         places = [
             (n // self.page_tokens, source, target) for n, source, target in copies if n % self.page_tokens
         ]

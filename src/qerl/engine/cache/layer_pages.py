@@ -23,11 +23,12 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def layers_by_heads(a: Architecture, layers: Sequence[int]) -> dict[KVHeads, tuple[int, ...]]:
-    """Return the layers that have the same heads of keys and values; of no layers those of the first kind."""
-    found: dict[KVHeads, list[int]] = {} if layers else {a.kv_heads(a.kind(0)): []}
+    """Return the layers by their heads of keys and values; without layers, none by the first layer's."""
+    by_heads: dict[KVHeads, tuple[int, ...]] = {} if layers else {a.kv_heads(a.kind(0)): ()}
     for layer in layers:
-        found.setdefault(a.kv_heads(a.kind(layer)), []).append(layer)
-    return {heads: tuple(each) for heads, each in found.items()}
+        heads = a.kv_heads(a.kind(layer))
+        by_heads[heads] = (*by_heads.get(heads, ()), layer)
+    return by_heads
 
 
 def slots_of(pages_T: Tensor, positions_T: Tensor, page_tokens: int) -> Tensor:
@@ -125,7 +126,7 @@ class LayerPages:
         return rows[0], rows[1]
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
-        """Copy pages, given as (source, target), in all layers."""
+        """Copy pages, (source, target) each, in all layers."""
         if not copies:
             return
         source, target = (torch.tensor(pages, device=self.k.device) for pages in zip(*copies, strict=True))

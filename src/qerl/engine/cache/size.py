@@ -22,9 +22,9 @@ class CacheSize:
     slot_bytes: int
     """Bytes of a sequence's recurrent states; 0 if no layer has any."""
     max_rows: int
-    """Most samples that run at once."""
+    """Maximum number of samples that run at once."""
     window: Window | None = None
-    """If layers with a window have pages of their own; page_bytes are then those of the other layers."""
+    """None unless layers with a window have their own pages; page_bytes then counts the other layers only."""
     window_page_bytes: int = 0
 
     @classmethod
@@ -39,32 +39,32 @@ class CacheSize:
         )
 
     def bytes_of(self, space: Space) -> int:
-        """Return the bytes of so many pages and slots, and of the slot for unused rows."""
+        """Return the bytes of these pages and slots, and of the slot for unused rows."""
         return self.bytes_of_pages(space) + (space.slots + 1) * self.slot_bytes
 
     def bytes_of_pages(self, space: Space) -> int:
         return space.pages * self.page_bytes + space.windowed * self.window_page_bytes
 
     def affordable(self, groups: list[LiveGroup], num_bytes: float) -> tuple[int, float]:
-        """Return (slots, bytes left for pages): the slots that can be used at once or as many as half of the
+        """Return (slots, bytes left for pages): the slots that can be used at once, or those that half of the
         bytes hold, but at least those of one prompt and one sample."""
         num_slots = self._useful_slots(groups)
         if num_slots:
             num_slots = max(min(num_slots, int(num_bytes / 2 / self.slot_bytes) - 1), 2)
         return num_slots, num_bytes - self.bytes_of(Space(slots=num_slots))
 
-    def choose(self, left_bytes: float, least: Space, useful: Space) -> Space:
-        """Return the useful pages, or as many as there are bytes for: the same share of both kinds, so that
-        both hold as many samples, but at least the least."""
+    def choose(self, left_bytes: float, required: Space, useful: Space) -> Space:
+        """Return the useful pages, or as many as the bytes hold: the same share of both kinds, so that both
+        hold as many samples, but at least the required ones."""
         share = left_bytes / max(self.bytes_of_pages(useful), 1)
         if share >= 1:
             return useful
         if self.window is None:
             return Space(int(left_bytes / self.page_bytes))
-        windowed = max(least.windowed, int(share * useful.windowed))
+        windowed = max(required.windowed, int(share * useful.windowed))
         if self.page_bytes == 0:
             return Space(useful.pages, windowed)
-        pages = max(least.pages, int((left_bytes - windowed * self.window_page_bytes) / self.page_bytes))
+        pages = max(required.pages, int((left_bytes - windowed * self.window_page_bytes) / self.page_bytes))
         windowed = min(windowed, int((left_bytes - pages * self.page_bytes) / self.window_page_bytes))
         return Space(min(pages, useful.pages), windowed)
 
@@ -75,48 +75,46 @@ class CacheSize:
         samples = min(self.max_rows, sum(len(group.samples_G) for group in groups))
         return samples + (len(groups) if groups[0].keeps_pages else min(self.max_rows, len(groups)))
 
-    def needed_pages(
-        self, groups: list[LiveGroup], prompt_indices: list[int], left_bytes: float
-    ) -> tuple[Space, Space]:
-        """Return (pages that the largest group needs to run at all, most pages that all can use at once)."""
-        least, branching = Space(), Space()
-        for group, prompt_index in zip(groups, prompt_indices, strict=True):
+    def needed_pages(self, groups: list[LiveGroup], left_bytes: float) -> tuple[Space, Space]:
+        """Return (pages without which the largest group cannot run, maximum pages that all use at once)."""
+        required, branching = Space(), Space()
+        for group in groups:
             needed = self.group_pages(group)
             if group.keeps_pages:
                 branching += needed
-            least = least.at_least(needed)
-            if (num_bytes := self.bytes_of_pages(least)) > left_bytes:
-                pages = f"{least.pages} and {least.windowed}" if least.windowed else str(least.pages)
+            required = required.at_least(needed)
+            if (num_bytes := self.bytes_of_pages(required)) > left_bytes:
+                pages = f"{required.pages}" + (f" and {required.windowed}" if required.windowed else "")
                 samples = f"{len(group.samples_G)} samples and a branch" if group.keeps_pages else "a sample"
                 raise UserError(
-                    f"prompt {prompt_index} needs {pages} pages of KV cache ({rounded_up_gb(num_bytes)} GB)"
-                    f" for its {group.prompt_tokens} tokens and {samples} of {group.max_tokens};"
-                    + self._more_memory_hint(left_bytes, least + Space(slots=self._useful_slots(groups)))
+                    f"prompt {group.prompt.index} needs {pages} pages of KV cache ({rounded_up_gb(num_bytes)}"
+                    f" GB) for its {group.prompt_tokens} tokens and {samples} of {group.max_tokens};"
+                    + self._more_memory_hint(left_bytes, required + Space(slots=self._useful_slots(groups)))
                 )
         page_tokens, window = self.config.block_size, self.window
         prompts = [group.prompt_tokens for group in groups]
-        own = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
-        pages = self._most_used(groups, [num_pages(P, page_tokens) for P in prompts], own)
+        longest = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
+        pages = self._max_used(groups, [num_pages(P, page_tokens) for P in prompts], longest)
         if window is None:
-            return least, branching + Space(pages)
-        each = window.running_pages(own)
-        windowed = self._most_used(groups, [window.prompt_pages(P) for P in prompts], each)
-        return least, branching + Space(pages, windowed)
+            return required, branching + Space(pages)
+        each = window.running_pages(longest)
+        windowed = self._max_used(groups, [window.prompt_pages(P) for P in prompts], each)
+        return required, branching + Space(pages, windowed)
 
-    def _most_used(self, groups: list[LiveGroup], prompt_pages: list[int], sample_pages: int) -> int:
-        most_running = min(self.max_rows, sum(len(group.samples_G) for group in groups))
-        return sum(sorted(prompt_pages, reverse=True)[: self.max_rows]) + most_running * sample_pages
+    def _max_used(self, groups: list[LiveGroup], prompt_pages: list[int], sample_pages: int) -> int:
+        max_running = min(self.max_rows, sum(len(group.samples_G) for group in groups))
+        return sum(sorted(prompt_pages, reverse=True)[: self.max_rows]) + max_running * sample_pages
 
     def group_pages(self, group: LiveGroup) -> Space:
-        """Return the pages of a prompt and one of its samples, or, if the group keeps its pages, of all its
-        samples and one branch."""
+        """Return the pages of a prompt and one of its samples; of all its samples and one branch if the group
+        keeps its pages."""
         P, page_tokens, window = group.prompt_tokens, self.config.block_size, self.window
-        own = own_pages(P, group.max_tokens, page_tokens)
+        each = own_pages(P, group.max_tokens, page_tokens)
         num_samples = len(group.samples_G) + 1 if group.keeps_pages else 1
-        pages = num_pages(P, page_tokens) + num_samples * own
+        pages = num_pages(P, page_tokens) + num_samples * each
         if window is None:
             return Space(pages)
-        windowed = num_samples * own if group.keeps_pages else window.sample_pages(own)
+        windowed = num_samples * each if group.keeps_pages else window.sample_pages(each)
         return Space(pages, window.prompt_pages(P) + windowed)
 
     def _more_memory_hint(self, left_bytes: float, needed: Space) -> str:

@@ -44,17 +44,15 @@ class StateCache:
         return self.conv[place], self.state[place]
 
     def read(self, layer_index: int, slots_S: Tensor, is_new_S: Tensor | None = None) -> DeltaState:
-        """Return copies of these slots; zeros where is_new_S, at the beginning of a sequence."""
-        place, found = self._places[layer_index], []
-        for tensor in (self.conv, self.state):
-            x = tensor[place][slots_S]
-            found.append(x if is_new_S is None else x.masked_fill(is_new_S.view(-1, *[1] * (x.dim() - 1)), 0))
-        return DeltaState(*found)
+        """Return copies of these slots; zeros where is_new_S, at the start of a sequence."""
+        copies = [tensor[slots_S] for tensor in self.of_layer(layer_index)]
+        if is_new_S is not None:
+            copies = [x.masked_fill(is_new_S.view(-1, *[1] * (x.dim() - 1)), 0) for x in copies]
+        return DeltaState(*copies)
 
     def write(self, layer_index: int, slots_S: Tensor, state: DeltaState) -> None:
-        place = self._places[layer_index]
-        for tensor, x in zip((self.conv, self.state), state, strict=True):
-            tensor[place].index_copy_(0, slots_S, x)
+        for tensor, x in zip(self.of_layer(layer_index), state, strict=True):
+            tensor.index_copy_(0, slots_S, x)
 
     def copy(self, pairs: list[tuple[list[int], list[int]]]) -> None:
         """Copy the states of each first slot to the second."""

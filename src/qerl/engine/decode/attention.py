@@ -31,8 +31,7 @@ class AttentionSteps:
         a, cache, device = parts.decoder.architecture, parts.cache, parts.decoder.device
         self.parts = parts
         positions_T = torch.arange(parts.max_pages * cache.page_tokens, device=device)
-        self.angles = angle_tables(a, positions_T)
-        self.growth = growth_tables(a, positions_T, parts.decoder.compute)
+        self.angles, self.growth = rope_tables(a, positions_T, parts.decoder.compute)
         self.kernel = parts.attention(
             num_heads=a.num_heads,
             num_kv_heads=a.num_kv_heads,
@@ -51,7 +50,7 @@ class AttentionSteps:
     def obstacle(a: Architecture, page_tokens: int) -> str | None:
         if a.value_norm or a.layer_scalar or len(set(a.each_kv_heads)) > 1:
             return "they do not compute norms of values and heads that differ by layer"
-        if a.qk_norm and a.qk_norm_over == "head" and _grows(a):
+        if a.qk_norm and a.qk_norm_over == "head" and any(rope.query_growth for rope in _ropes(a).values()):
             return "they do not compute queries that are both normed and scaled by position"
         if a.qk_norm and a.qk_norm_over == "projection" and a.attention_gate:
             return "they do not compute gated attention with norms over all heads"
@@ -76,7 +75,8 @@ class _AttentionStep:
         self._before = norm_of(layer, norms.before_attention)
         after = norm_of(layer, norms.after_attention)
         self._products = NormedProducts(shared.parts, layer.linear_groups[:2], after)
-        self._qkv, self._o = self._products.groups
+        self.groups: Sequence[LinearGroup] = self._products.groups
+        self._qkv, self._o = self.groups
         self._angles, self._options = shared.angles[attention.rope], attention.options
         self._head_norms: Norms | None = None
         self._edits: list[Edit] = []
@@ -89,10 +89,6 @@ class _AttentionStep:
         if (growth_T1 := shared.growth.get(attention.rope)) is not None:
             self._edits.append(_Growth(growth_T1, self._qkv.ends[0]))
 
-    @property
-    def groups(self) -> Sequence[LinearGroup]:
-        return self._products.groups
-
     def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
         products, shared, cache = self._products, self._shared, self._shared.parts.cache
         x_BD, u = products.normed(h_BD, self._before, self._qkv, rows)
@@ -100,7 +96,8 @@ class _AttentionStep:
         for edit in self._edits:
             qkv_BX = edit(qkv_BX, rows)
         attend = shared.kernel.attend_together if rows.is_together else shared.kernel.attend
-        tables, pages = cache.state_of(self._index, rows.state), cache.layer(self._index)
+        tables = cache.state_of(self._index, rows.state)
+        pages = cache.of_layer(self._index).layer(self._index)
         o_BX = attend(qkv_BX, self._angles, pages, tables, norms=self._head_norms, options=self._options)
         return products.added(h_BD, o_BX, self._o, rows)
 
@@ -136,27 +133,21 @@ def _ropes(a: Architecture) -> dict[str, Rope]:
     return {name: rope for name, rope in ropes.items() if name in used}
 
 
-def _grows(a: Architecture) -> bool:
-    return any(rope.query_growth for rope in _ropes(a).values())
+def rope_tables(
+    a: Architecture, positions_T: Tensor, compute: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return, by LayerKind.rope, the angles of positions and the growth of queries, where they grow.
 
-
-def angle_tables(a: Architecture, positions_T: Tensor) -> dict[str, Tensor]:
-    """Return, by LayerKind.rope, fp32 [positions, R]: the cosines of all frequencies, then their sines. R
-    elements of a head are rotated; none without a rope."""
-    half, tables = a.rotated // 2, {"none": torch.zeros(len(positions_T), 0, device=positions_T.device)}
+    angles   fp32 [positions, R]: the cosines of all frequencies, then their sines; R elements are rotated
+    growth   [positions, 1]: the factor of the queries
+    """
+    half, growth = a.rotated // 2, {}
+    angles = {"none": torch.zeros(len(positions_T), 0, device=positions_T.device)}
     for name, rope in _ropes(a).items():
         frequencies = inverse_frequencies(rope, a.rotated).to(positions_T.device)
         cosine_T1R, sine_T1R = cosine_sine(positions_T, frequencies, magnitude(rope))
-        tables[name] = torch.cat((cosine_T1R[:, 0, :half], sine_T1R[:, 0, half:]), dim=-1).contiguous()
-    return tables
-
-
-def growth_tables(a: Architecture, positions_T: Tensor, compute: torch.dtype) -> dict[str, Tensor]:
-    """Return, by LayerKind.rope, the factor [positions, 1] of queries that grow with the position."""
-    found = {}
-    for name, rope in _ropes(a).items():
-        frequencies = inverse_frequencies(rope, a.rotated).to(positions_T.device)
+        angles[name] = torch.cat((cosine_T1R[:, 0, :half], sine_T1R[:, 0, half:]), dim=-1).contiguous()
         scale_T11 = angles_of(rope, positions_T, frequencies).query_scale_T11
         if scale_T11 is not None:
-            found[name] = scale_T11[:, 0].to(compute)
-    return found
+            growth[name] = scale_T11[:, 0].to(compute)
+    return angles, growth

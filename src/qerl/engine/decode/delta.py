@@ -48,12 +48,15 @@ class DeltaSteps:
 class _DeltaStep:
     def __init__(self, shared: DeltaSteps, layer_index: int, layer: Layer):
         mixer = layer.linear_attn
-        self._shared, self._layer, self._index = shared, layer, layer_index
+        self._shared, self._norm, self._index = shared, layer.input_layernorm, layer_index
         is_apart = tiles_of(mixer.wide_projs) is not None
         inputs = mixer.wide_projs if is_apart else mixer.qkv_projs
         self._products = NormedProducts(shared.parts, (inputs, (mixer.o_proj,)))
         self._inputs, self._o = self._products.groups
+        self._first_gate = self._inputs.ends[len(mixer.wide_projs) - 1]
         self._gates = _GateLinears(mixer.gate_projs) if is_apart else None
+        gates = () if self._gates is None else (self._gates,)
+        self.groups: Sequence[Published] = (*self._products.groups, *gates)
         self._weights = DeltaWeights(
             conv_CW=mixer.conv1d.weight[:, 0],
             a_log_N=mixer.A_log,
@@ -62,15 +65,11 @@ class _DeltaStep:
             eps=mixer.norm.eps,
         )
 
-    @property
-    def groups(self) -> Sequence[Published]:
-        return self._products.groups if self._gates is None else (*self._products.groups, self._gates)
-
     def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
         assert not rows.is_together, "rows of one sequence need its states one after the other"
         products, shared = self._products, self._shared
         if self._gates is None:
-            x_BD, u = products.normed(h_BD, self._layer.input_layernorm, self._inputs, rows)
+            x_BD, u = products.normed(h_BD, self._norm, self._inputs, rows)
             y_BX = products.products.linear(x_BD, self._inputs, u, None)
             gates = Gates(x_BN=y_BX[:, self._first_gate :])
         else:
@@ -89,17 +88,13 @@ class _DeltaStep:
         """Return x = norm(h), u as NormedProducts.normed, and x A^T of the gates."""
         products, group = self._products, self._inputs
         if group.a is not None and not products.products.computes_lora_hidden(len(h_BD), group):
-            x_BD, u = products.normed(h_BD, self._layer.input_layernorm, group, rows)
+            x_BD, u = products.normed(h_BD, self._norm, group, rows)
             return x_BD, u, products.shrink.shrink(x_BD, gates.a_RK, gates.scaling)
-        norm = self._layer.input_layernorm
+        norm = self._norm
         noise, rows_B = norm.noise_of(rows.noise_rows_B)
         operands = h_BD, norm.weight, noise, norm.eps, gates.a_RK, gates.scaling
         x_BD, made_BR = products.shrink.norm_shrink(*operands, rows_M=rows_B)
         return x_BD, None, made_BR
-
-    @property
-    def _first_gate(self) -> int:
-        return self._inputs.ends[len(self._layer.linear_attn.wide_projs) - 1]
 
 
 class _GateLinears:

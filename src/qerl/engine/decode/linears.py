@@ -122,14 +122,12 @@ class LinearGroup:
         if self.tiles is None:
             return torch.cat(biases)
         bias_N = torch.cat(biases).float()
-        if self.is_interleaved:
-            bias_N = bias_N[swiglu_order(len(biases[0]), bias_N.device)]
-        return bias_N
+        return bias_N[swiglu_order(len(biases[0]), bias_N.device)] if self.is_interleaved else bias_N
 
 
 class FusedLinears(Protocol):
     def computes_lora_hidden(self, rows: int, group: LinearGroup) -> bool:
-        """True if u of this many rows is made here; else it is given, if the group has adapters."""
+        """True if the product computes u of this many rows; else the caller does, if there are adapters."""
         ...
 
     def linear(
@@ -169,7 +167,7 @@ class PackedLinears:
         self._rows_at_once, self._is_portable = rows_at_once, is_portable
 
     def _adapter(self, group: LinearGroup, u_BR: Tensor | None, x_BK: Tensor) -> PackedAdapter | None:
-        """One product follows on u's launch, and by portable kernels it may start beside it."""
+        """Return the group's adapter. A single product follows u's launch; a portable one may overlap it."""
         return group.adapter(u_BR, self._is_portable and len(x_BK) <= self._rows_at_once)
 
     def computes_lora_hidden(self, rows: int, group: LinearGroup) -> bool:
@@ -184,30 +182,25 @@ class PackedLinears:
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
     ) -> Tensor:
         assert group.tiles is not None
-        kernel, tiles, factors_N = self._kernels[group.tiles.layout], group.tiles.tiles, group.tiles.factors_N
-        return self._by_slices(
-            lambda x, u, residual: kernel.linear(
-                x,
-                tiles,
-                factors_N,
-                adapter=self._adapter(group, u, x_BK),
-                bias_N=group.bias_N,
-                residual_MN=residual,
-            ),
-            *(x_BK, u_BR, residual_BN),
-        )
+        kernel, operands = self._kernels[group.tiles.layout], (group.tiles.tiles, group.tiles.factors_N)
+
+        def product(x: Tensor, u: Tensor | None, residual: Tensor | None) -> Tensor:
+            adapter = self._adapter(group, u, x_BK)
+            return kernel.linear(x, *operands, adapter=adapter, bias_N=group.bias_N, residual_MN=residual)
+
+        return self._by_slices(product, x_BK, u_BR, residual_BN)
 
     def swiglu(
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
         assert group.tiles is not None
-        kernel = self._kernels[group.tiles.layout]
-        operands = group.tiles.tiles, group.tiles.factors_N
-        last = {"bias_N": group.bias_N, "activation": activation}
-        return self._by_slices(
-            lambda x, u: kernel.swiglu(x, *operands, adapter=self._adapter(group, u, x_BK), **last),
-            *(x_BK, u_BR),
-        )
+        kernel, operands = self._kernels[group.tiles.layout], (group.tiles.tiles, group.tiles.factors_N)
+
+        def product(x: Tensor, u: Tensor | None) -> Tensor:
+            adapter = self._adapter(group, u, x_BK)
+            return kernel.swiglu(x, *operands, adapter=adapter, bias_N=group.bias_N, activation=activation)
+
+        return self._by_slices(product, x_BK, u_BR)
 
     def _by_slices(self, product: Callable[..., Tensor], x_BK: Tensor, *others: Tensor | None) -> Tensor:
         if len(x_BK) <= self._rows_at_once:
@@ -232,7 +225,11 @@ class TorchLinears:
     ) -> Tensor:
         if group.wide_NC is not None:
             x_BC = x_BK if u_BR is None else side_by_side((x_BK, u_BR))
-            return self._joined(x_BC, group.wide_NC[:, : x_BC.shape[1]], group.bias_N, residual_BN)
+            w_NC = group.wide_NC[:, : x_BC.shape[1]]
+            if residual_BN is None:
+                return F.linear(x_BC, w_NC, group.bias_N)
+            add_product(residual_BN, x_BC, w_NC.T)
+            return residual_BN if group.bias_N is None else residual_BN.add_(group.bias_N)
         y_BN = self._frozen(x_BK, group)
         if residual_BN is None:
             return y_BN if u_BR is None or group.b is None else torch.addmm(y_BN, u_BR, group.b.T)
@@ -244,14 +241,6 @@ class TorchLinears:
     ) -> Tensor:
         gate_BF, up_BF = self.linear(x_BK, group, u_BR, None).chunk(2, dim=-1)
         return gated(gate_BF, up_BF, activation, room=self._swiglu_room)
-
-    def _joined(
-        self, x_BC: Tensor, w_NC: Tensor, bias_N: Tensor | None, residual_BN: Tensor | None
-    ) -> Tensor:
-        if residual_BN is None:
-            return F.linear(x_BC, w_NC, bias_N)
-        add_product(residual_BN, x_BC, w_NC.T)
-        return residual_BN if bias_N is None else residual_BN.add_(bias_N)
 
     def _frozen(self, x_BK: Tensor, group: LinearGroup) -> Tensor:
         if group.fp8 is not None:

@@ -31,12 +31,9 @@ class _MLPStep:
         self._before = norm_of(layer, layer.norms.before_mlp)
         after = norm_of(layer, layer.norms.after_mlp)
         self._products = NormedProducts(parts, layer.linear_groups[2:], after)
-        self._gate_up, self._down = self._products.groups
+        self.groups: Sequence[LinearGroup] = self._products.groups
+        self._gate_up, self._down = self.groups
         self._activation: Activation = parts.decoder.architecture.activation
-
-    @property
-    def groups(self) -> Sequence[LinearGroup]:
-        return self._products.groups
 
     def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
         products = self._products

@@ -66,19 +66,18 @@ class DecodeRunner:
         pool: Any,
         min_graph_rows: int = 1,
     ):
-        """min_rows: least rows of a step, padded if fewer samples run. pool: of the CUDA graphs.
-        min_graph_rows: rows of the graph that serves all smaller numbers; the rows that are left are idle."""
+        """min_rows: minimum rows of a step, padded if fewer samples run. pool: of the CUDA graphs.
+        min_graph_rows: rows of the smallest graph, which also serves fewer samples; the other rows idle."""
         self.sampler = sampler
         self.num_steps = 0
         """Steps launched since this was last set to 0."""
         self.record_s = 0.0
-        """Seconds of the first step of each number of rows and of recording it, since this was set to 0."""
+        """Seconds of the first step of each number of rows and of its recording, since this was set to 0."""
         self._forward, self._page_tokens, self._pool = forward, page_tokens, pool
-        self._max_steps = max_steps
-        self.max_rows, self._min_rows, self._device = max_rows, min_rows, device
-        self._min_graph_rows = min_graph_rows
-        self._host = DecodeState.empty(self.max_rows, max_pages, 1, "cpu")
-        self._state = DecodeState.empty(self.max_rows, max_pages, max_steps, device)
+        self.max_rows, self._max_steps, self._device = max_rows, max_steps, device
+        self._min_rows, self._min_graph_rows = min_rows, min_graph_rows
+        self._host = DecodeState.empty(max_rows, max_pages, 1, "cpu")
+        self._state = DecodeState.empty(max_rows, max_pages, max_steps, device)
         self._samples_B: list[LiveSample] = []
         self._unread: collections.deque[Burst] = collections.deque()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -119,12 +118,12 @@ class DecodeRunner:
         )
         return tokens_B[:M], logprobs_B[:M]
 
-    def compile_ahead(self, num_samples: int, most_samples: int) -> tuple[CompileReport, BackgroundCompiler]:
-        """Compile in parallel what steps of num_samples samples launch. Return, with the report, a compiler
-        that has started on those of up to most_samples, the most similar numbers of rows first."""
+    def compile_ahead(self, num_samples: int, max_samples: int) -> tuple[CompileReport, BackgroundCompiler]:
+        """Compile in parallel the kernels of steps of num_samples samples. Return the report and a compiler
+        that has started on those of up to max_samples, the closest numbers of rows first."""
         first = min(num_samples, self.max_rows)
         report = compile_ahead(self.variants({first, min(first, FIRST_TOKEN_ROWS)}), self._device)
-        others = sorted(range(1, most_samples + 1), key=lambda samples: abs(samples - first))
+        others = sorted(range(1, max_samples + 1), key=lambda samples: abs(samples - first))
         variants, capability = self.variants(others), torch.cuda.get_device_capability(self._device)
         compiler = BackgroundCompiler(lambda: variants, architecture_name(capability))
         compiler.start()
@@ -134,8 +133,8 @@ class DecodeRunner:
     def variants(self, num_samples: Iterable[int]) -> list[KernelVariant]:
         """Return the kernels of steps of each of these numbers of samples, and of sampling first tokens.
 
-        For a forward pass of this project's kernels: they only note what they would launch, but PyTorch's
-        operations run, on tensors that no kernel has filled.
+        The kernels only note what they would launch; PyTorch's operations run, on tensors that no kernel has
+        filled.
         """
         samples, state = [min(each, self.max_rows) for each in num_samples], self._state
         with dry_run() as variants:
@@ -221,8 +220,7 @@ class DecodeRunner:
         state = self._state
         if not self._uses_graphs:  # a graph must serve every length, a direct call only the longest present
             longest = max(s.num_positions for s in self._samples_B) + self.num_unread_steps + self.max_steps
-            width = num_pages(longest, self._page_tokens)
-            state = state.of_width(width)
+            state = state.of_width(num_pages(longest, self._page_tokens))
         self.sampler.step(self._forward(state, num_rows), state)
 
     def _burst(self, num_steps: int) -> Burst:
@@ -231,10 +229,10 @@ class DecodeRunner:
         logprobs_WB = self._state.drawn_logprobs_WB[:num_steps, :B]
         if self._device.type == "cpu":
             return Burst(self._samples_B, tokens_WB.clone(), logprobs_WB.clone(), None)
-        outputs = (tokens_WB, logprobs_WB)
-        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in outputs]
-        for copy, tensor in zip(copies, outputs, strict=True):
-            copy.copy_(tensor, non_blocking=True)
+        copies = [
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+            for t in (tokens_WB, logprobs_WB)
+        ]
         is_done = torch.cuda.Event()
         is_done.record()
         return Burst(self._samples_B, copies[0], copies[1], is_done)

@@ -47,7 +47,7 @@ from qerl.types import Sampling
 
 _GPU_STEPS = 8
 _WHOLE_ROWS = 16
-_MOST_RUNNERS = 8  # users of a server choose temperatures; each runner may hold graphs for every bucket
+_MAX_RUNNERS = 8  # users of a server choose temperatures; each runner may hold graphs for every bucket
 _PAGES_AT_ONCE = 16  # tables are made a little wider than needed, for the next call
 # A wider table drops all recorded graphs, so the second one is wider by a quarter at least: prompts that grow
 # from call to call widen it a few times in a run, not at each of them.
@@ -83,7 +83,7 @@ class RunnerCache:
         self._forward: DecodeForward | None = None
         self._max_pages = 0
         self.expected_pages = 0
-        """Pages of the longest sequence that later calls are expected to have: no table is narrower."""
+        """Pages of the longest sequence that is expected in later calls: no table is narrower."""
         self._runners: dict[Sampling | None, DecodeRunner] = {}
         self._teacher_forcing: TeacherForcing | None = None
         self.compiled: CompileReport | None = None
@@ -109,7 +109,7 @@ class RunnerCache:
             self._compiler.wait()
 
     def variants(self, cache: KVCache, sampling: Sampling, max_pages: int) -> list[KernelVariant]:
-        """Return the kernels that `of` compiles, at once or later; none with PyTorch's operations."""
+        """Return the kernels that `of` compiles, now or in the background; none with PyTorch's operations."""
         if not self._is_fast:
             return []
         return self._runner(cache, sampling, max_pages).variants(range(1, self.max_rows + 1))
@@ -120,20 +120,18 @@ class RunnerCache:
             self._max_pages = self._table_pages(max_pages)
         if self._forward is None:
             self._forward = self._make_forward()(self._decoder, cache, self._rows, self._max_pages)
-        key = None  # max_tokens and stop are not seen by a runner
-        if sampling is not None:
-            key = dataclasses.replace(sampling, max_tokens=1, stop=())
+        key = sampling and dataclasses.replace(sampling, max_tokens=1, stop=())  # which a runner never sees
         if key not in self._runners:
-            while len(self._runners) >= _MOST_RUNNERS:
+            while len(self._runners) >= _MAX_RUNNERS:
                 del self._runners[next(iter(self._runners))]
-            self._runners[key] = self._made(key, self._forward)
+            self._runners[key] = self._make_runner(key, self._forward)
         return self._runners[key]
 
     def _table_pages(self, max_pages: int) -> int:
-        """Return the width of a new table for sequences of max_pages pages and those that are expected, which
-        is at most a little wider than the model's longest sequence."""
-        most = num_pages(self._decoder.max_positions, self._config.block_size)
-        wanted = min(max(self.expected_pages, int(_GROWTH * self._max_pages)), most)
+        """Return the width of a new table for sequences of max_pages pages and the expected ones: at most a
+        little wider than the model's longest sequence."""
+        limit = num_pages(self._decoder.max_positions, self._config.block_size)
+        wanted = min(max(self.expected_pages, int(_GROWTH * self._max_pages)), limit)
         return -(-max(max_pages, wanted) // _PAGES_AT_ONCE) * _PAGES_AT_ONCE
 
     def take_compile_s(self) -> float:
@@ -166,7 +164,7 @@ class RunnerCache:
         if self._forward is not None:
             self._forward.publish()
 
-    def _made(self, sampling: Sampling | None, forward: DecodeForward) -> DecodeRunner:
+    def _make_runner(self, sampling: Sampling | None, forward: DecodeForward) -> DecodeRunner:
         config, device = self._config, self._decoder.device
         return DecodeRunner(
             forward,
@@ -231,7 +229,7 @@ class RunnerCache:
 
 
 def exact_mode_obstacle(a: Architecture) -> str | None:
-    """Return why exact mode does without the decode kernels; None if it uses them."""
+    """Return why exact mode does not use the decode kernels; None if it does."""
     if a.delta is not None:
         return "in exact mode recurrent states take the tokens of a prompt one by one, which they do not"
     return None

@@ -5,10 +5,13 @@ and its rows attend to their sequence's positions up to their own. Recurrent sta
 slot, which then holds those after its last row.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
-from qerl.engine.cache.kv_cache import KVCache, slots_of
+from qerl.engine.cache.kv_cache import KVCache
+from qerl.engine.cache.layer_pages import slots_of
 from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.prefill.chunk import PrefillChunk, chunk_rows, split_into_forwards
 from qerl.engine.prefill.window import WindowedForward
@@ -39,11 +42,8 @@ class Prefill:
             windowed = WindowedForward.of(self._cache, self._window, some, carried, is_end=parts[-1][1])
             hidden_TD = self._forward(some, windowed)
             carried = None if windowed is None else windowed.carried
-            ends, row = [], 0
-            for chunk, is_end in parts:
-                row += len(chunk.tokens_T)
-                if is_end:
-                    ends.append(row - 1)
+            stops = itertools.accumulate(len(chunk.tokens_T) for chunk in some)
+            ends = [stop - 1 for stop, (_, is_end) in zip(stops, parts, strict=True) if is_end]
             last_hidden.append(hidden_TD[sent(torch.tensor(ends, dtype=torch.long), hidden_TD.device)])
         return torch.cat(last_hidden)
 
@@ -54,13 +54,11 @@ class Prefill:
         for chunk in chunks:
             table = torch.tensor(chunk.pages[: num_pages(chunk.positions.stop, cache.page_tokens)])
             positions = torch.arange(chunk.first_position, chunk.positions.stop)
-            own = slots_of(table[positions // cache.page_tokens], positions, cache.page_tokens)
-            slots.append(torch.full_like(own, cache.pages.unused_slot) if chunk.is_cached else own)
-            length = len(chunk.tokens_T)
-            spans.append(
-                Span(start_row=row, num_rows=length, first_position=chunk.first_position, table=table)
-            )
-            row += length
+            places = slots_of(table[positions // cache.page_tokens], positions, cache.page_tokens)
+            slots.append(torch.full_like(places, cache.pages.unused_slot) if chunk.is_cached else places)
+            num_rows, first = len(chunk.tokens_T), chunk.first_position
+            spans.append(Span(start_row=row, num_rows=num_rows, first_position=first, table=table))
+            row += num_rows
         layout = PagedLayout.of(spans, cache.page_tokens, device)
         slots_T = sent(torch.cat(slots), device)
 

@@ -36,9 +36,9 @@ class WindowedForward:
     _cache: KVCache
     _before: Carried | None
     _read_slots: Tensor  # of the keys before the spans that pages have
-    _order: Tensor | None  # of the key rows among those read, carried and own; None: own, as they are
+    _order: Tensor | None  # of the key rows among those read, carried and written; None: the written ones
     _write_slots_T: Tensor
-    _num_kept: int  # key rows to carry on
+    _num_carried: int  # key rows to carry on
 
     @classmethod
     def of(
@@ -50,13 +50,13 @@ class WindowedForward:
         *,
         is_end: bool,
     ) -> "WindowedForward | None":
-        """carried: of the forward before; not None if the first chunk goes on from it. is_end: of the last
-        chunk. Return None if these layers have no pages of their own."""
+        """Return None if these layers have no pages of their own. carried: of the previous forward, if the
+        first chunk continues it. is_end: of the last chunk."""
         pages = cache.windowed
         if pages is None or window is None:
             return None
         device = pages.k.device
-        read, write, order, num_before, num_read, num_own = [], [], [], [], 0, 0
+        read, write, order, num_before, num_read, num_written = [], [], [], [], 0, 0
         num_carried = len(next(iter(carried.values()))[0]) if carried else 0
         for index, chunk in enumerate(chunks):
             span = chunk.positions
@@ -71,11 +71,11 @@ class WindowedForward:
                 assert not (read[-1] >= pages.unused_slot).any(), "a page that is read is not held"
                 order.append(("read", num_read, before))
                 num_read += before
-            order.append(("own", num_own, len(span)))
-            num_own += len(span)
+            order.append(("written", num_written, len(span)))
+            num_written += len(span)
             num_before.append(before)
             write.append(_slots(chunk.window_pages, span.start, span.stop, cache))
-        starts = {"read": 0, "carried": num_read, "own": num_read + num_carried}
+        starts = {"read": 0, "carried": num_read, "written": num_read + num_carried}
         rows = torch.cat([torch.arange(n) + starts[kind] + at for kind, at, n in order])
         lengths = [len(chunk.tokens_T) for chunk in chunks]
         num_keys = [n + before for n, before in zip(lengths, num_before, strict=True)]
@@ -92,21 +92,20 @@ class WindowedForward:
             _read_slots=sent(torch.cat([torch.zeros(0, dtype=torch.long), *read]), device),
             _order=sent(rows, device) if any(num_before) else None,
             _write_slots_T=sent(torch.cat(write), device),
-            _num_kept=min(window.size - 1, chunks[-1].positions.stop),
+            _num_carried=min(window.size - 1, chunks[-1].positions.stop),
         )
 
     def keys(self, layer_index: int, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
         """Write the rows' keys and values; return those that the spans see, k_RKH and v_RKH."""
         pages = self._cache.of_layer(layer_index)
-        found = pages.rows(layer_index, self._read_slots, k_TKH.dtype) if len(self._read_slots) else None
-        own = pages.write(layer_index, self._write_slots_T, k_TKH, v_TKH)
+        read = pages.rows(layer_index, self._read_slots, k_TKH.dtype) if len(self._read_slots) else None
+        k_RKH, v_RKH = written = pages.write(layer_index, self._write_slots_T, k_TKH, v_TKH)
         if self._order is not None:
-            parts = [part for part in (found, (self._before or {}).get(layer_index), own) if part is not None]
+            sources = read, (self._before or {}).get(layer_index), written
+            parts = [part for part in sources if part is not None]
             k_RKH, v_RKH = (torch.cat([part[i] for part in parts])[self._order] for i in range(2))
-        else:
-            k_RKH, v_RKH = own
         if self.carried is not None:
-            start = len(k_RKH) - self._num_kept
+            start = len(k_RKH) - self._num_carried
             self.carried[layer_index] = k_RKH[start:].clone(), v_RKH[start:].clone()
         return k_RKH, v_RKH
 

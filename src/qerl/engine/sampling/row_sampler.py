@@ -10,19 +10,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qerl.algo.seeds import last_round, rounds
+from qerl.algo.seeds import last_round
 from qerl.engine.sampling.prompt_logprobs import top_tokens
+from qerl.engine.sampling.sampler import Sampler
 from qerl.engine.sampling.token_sampling import inverse_transform, threshold
 from qerl.engine.schedule.live_sample import LiveSample
-from qerl.kernels.attention.decode_state import DecodeState
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Sampling
 
 
-class RowSampler:
+class RowSampler(Sampler):
     def __init__(self, decoder: PolicyModel, stop_tokens: Tensor, max_rows: int):
-        self.is_capturable = True
-        self._decoder, self._stop_tokens, self._device = decoder, stop_tokens, decoder.device
+        super().__init__(stop_tokens)
+        self._decoder, self._device = decoder, decoder.device
         self._temperatures_B1 = torch.ones(max_rows, 1, device=self._device)
         self._is_greedy_B = torch.zeros(max_rows, dtype=torch.bool, device=self._device)
         self._truncations: list[tuple[Sampling, Tensor]] = []
@@ -30,7 +30,6 @@ class RowSampler:
         self._reported: list[tuple[int, LiveSample]] = []
 
     def bind(self, samples_B: list[LiveSample]) -> None:
-        """Sample for these rows from now on."""
         B, samplings = len(samples_B), [_sampling(s) for s in samples_B]
         values = [(x.temperature or 1.0, float(x.temperature == 0)) for x in samplings]
         host = torch.tensor(values, dtype=torch.float32).view(B, 2).to(self._device)
@@ -45,9 +44,6 @@ class RowSampler:
         self._constrained = [(b, s) for b, s in enumerate(samples_B) if s.constraint is not None]
         self._reported = [(b, s) for b, s in enumerate(samples_B) if s.group.num_top_logprobs]
         self.is_capturable = not (self._truncations or self._constrained or self._reported)
-
-    def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
-        return rounds(*coordinates, 1 - prompt_tokens)
 
     def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
         M, logits_MV = len(hidden_MD), self._decoder.logits(hidden_MD)
@@ -68,11 +64,6 @@ class RowSampler:
         self._report(p_MV)
         return best_M.where(is_greedy_M, tokens_M), best_p_M.log().where(is_greedy_M, logprobs_M)
 
-    def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
-        B = len(hidden_BD)
-        tokens_B, logprobs_B = self.sample(hidden_BD, state.keys_B[:B], state.positions_B[:B])
-        state.advance(tokens_B, logprobs_B, self._stop_tokens)
-
     def bind_scores(self, temperature: float) -> None:
         """Score tokens that were sampled at this temperature from now on."""
         self._temperatures_B1.fill_(temperature or 1.0)
@@ -89,8 +80,8 @@ class RowSampler:
     def _report(self, p_MV: Tensor) -> None:
         if self._reported:
             rows = torch.tensor([b for b, _ in self._reported], device=self._device)
-            most = max(s.group.num_top_logprobs for _, s in self._reported)
-            tops = top_tokens(p_MV[rows].log(), most)
+            max_reported = max(s.group.num_top_logprobs for _, s in self._reported)
+            tops = top_tokens(p_MV[rows].log(), max_reported)
             for (_, s), top in zip(self._reported, tops, strict=True):
                 s.top_logprobs = top[: s.group.num_top_logprobs]
 

@@ -9,8 +9,8 @@ step, prompt, sample, token index in the sample), with the last round computed o
 every device (tests/engine/sampling/test_sampler.py). FusedSampler uses the kernel's own generator.
 """
 
+import abc
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,53 +24,47 @@ from qerl.models.policy_model import PolicyModel
 from qerl.types import Sampling
 
 
-class Sampler(Protocol):
-    is_capturable: bool
+class Sampler(abc.ABC):
+    is_capturable = True
     """True if a step can be captured in a CUDA graph: it never waits for the device."""
 
-    def bind(self, samples_B: list[LiveSample]) -> None:
+    def __init__(self, stop_tokens: Tensor):
+        self._stop_tokens = stop_tokens
+
+    def bind(self, samples_B: list[LiveSample]) -> None:  # noqa: B027
         """Sample for these rows from now on; is_capturable may change."""
-        ...
 
     def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
         """Return the row key of (seed, step, prompt, sample) or (seed, step, prompt, sample, branch)."""
-        ...
+        return rounds(*coordinates, 1 - prompt_tokens)  # token index = position + 1 - prompt_tokens
 
+    @abc.abstractmethod
     def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
         """Return (tokens_M, logprobs_M) after hidden states at these positions; NaN logits give a NaN."""
-        ...
 
     def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
         """Sample for the first B rows and advance them; see kernels/attention/decode_state.py."""
-        ...
+        B = len(hidden_BD)
+        tokens_B, logprobs_B = self.sample(hidden_BD, state.keys_B[:B], state.positions_B[:B])
+        state.advance(tokens_B, logprobs_B, self._stop_tokens)
 
+    @abc.abstractmethod
     def score(
         self, hidden_MD: Tensor, tokens_M: Tensor, leave_out: Callable[[Tensor], None] | None = None
     ) -> Tensor:
         """Return logprobs_M of these int64 tokens, bitwise as if they were sampled from as many rows.
         leave_out: fills in place the logits of tokens that a grammar did not allow."""
-        ...
 
 
-class TorchSampler:
+class TorchSampler(Sampler):
     def __init__(self, decoder: PolicyModel, sampling: Sampling, stop_tokens: Tensor):
-        self._decoder, self._sampling, self._stop_tokens = decoder, sampling, stop_tokens
+        super().__init__(stop_tokens)
+        self._decoder, self._sampling = decoder, sampling
         self.is_capturable = sampling.top_p is None or sampling.top_p >= 1
-
-    def bind(self, samples_B: list[LiveSample]) -> None:
-        """Do nothing: all rows are sampled alike."""
-
-    def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
-        return rounds(*coordinates, 1 - prompt_tokens)  # token index = position + 1 - prompt_tokens
 
     def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
         uniforms_M = last_round(keys_M, positions_M)
         return sample_tokens(self._decoder.logits(hidden_MD), self._sampling, uniforms_M)
-
-    def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
-        B = len(hidden_BD)
-        tokens_B, logprobs_B = self.sample(hidden_BD, state.keys_B[:B], state.positions_B[:B])
-        state.advance(tokens_B, logprobs_B, self._stop_tokens)
 
     def score(
         self, hidden_MD: Tensor, tokens_M: Tensor, leave_out: Callable[[Tensor], None] | None = None
@@ -79,15 +73,11 @@ class TorchSampler:
         return score_tokens(self._decoder.logits(hidden_MD), self._sampling, tokens_M)
 
 
-class FusedSampler:
-    is_capturable = True
-
+class FusedSampler(Sampler):
     def __init__(self, kernel: HeadSample, temperature: float, stop_tokens: Tensor):
-        self._kernel, self._stop_tokens = kernel, stop_tokens
+        super().__init__(stop_tokens)
+        self._kernel = kernel
         self._temperature = torch.full((1,), temperature, device=stop_tokens.device)
-
-    def bind(self, samples_B: list[LiveSample]) -> None:
-        """Do nothing: all rows are sampled alike."""
 
     def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
         return mix(*coordinates)

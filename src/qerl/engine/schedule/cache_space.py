@@ -1,9 +1,9 @@
 """The space of a KV cache: how much of it is free, and what prompts and samples hold of it.
 
-    pages      keys and values, of all layers or of those without a window (page_pool.py); kept ones are free
-               (kept_pages.py)
-    windowed   pages of layers with a window, if they have pages of their own: a sample holds those that its
-               later queries see (window_pages.py)
+    pages      keys and values, of all layers or of those without a window (page_pool.py); pages kept between
+               requests count as free (kept_pages.py)
+    windowed   pages of layers with a window, if they have their own: a sample holds those that its later
+               queries see (window_pages.py)
     slots      recurrent states (kv_cache.py), if layers have any: one of a prompt, after its last token, and
                one of each running or parked sample
 
@@ -51,9 +51,9 @@ class Space:
         return self.pages > 0 or self.windowed > 0 or self.slots > 0
 
     def __le__(self, other: "Space") -> bool:
-        """True if it is at most the other of every kind."""
-        fits = self.pages <= other.pages and self.windowed <= other.windowed
-        return fits and self.slots <= other.slots
+        """True if no amount exceeds the other's."""
+        has_pages = self.pages <= other.pages and self.windowed <= other.windowed
+        return has_pages and self.slots <= other.slots
 
     def at_least(self, other: "Space") -> "Space":
         """Return the larger amount of each kind."""
@@ -62,16 +62,19 @@ class Space:
         )
 
 
+_NOTHING = Space()
+
+
 class CacheSpace:
     def __init__(
         self, total: Space, page_tokens: int, *, window: Window | None = None, max_kept_pages: int = 0
     ):
-        """window: if layers with a window have pages of their own. max_kept_pages: kept between the requests
-        of an episode."""
+        """window: None unless layers with a window have their own pages. max_kept_pages: for keeping pages
+        between the requests of an episode."""
         self.total, self.page_tokens = total, page_tokens
         self.pages, self.slots = PagePool(total.pages), PagePool(total.slots)
         self.windows = WindowPages(total.windowed, window)
-        self.kept = KeptPages(self.pages, max_kept_pages, page_tokens)
+        self.kept_pages = KeptPages(self.pages, max_kept_pages, page_tokens)
         self._windowed_each, self._slots_each = int(window is not None), min(total.slots, 1)
 
     @property
@@ -89,7 +92,7 @@ class CacheSpace:
         return prompts + self._sample(longest) <= self.total
 
     def prompt(self, group: LiveGroup) -> Space:
-        """Return the space of its prompt. A branch uses the slot of its parent's."""
+        """Return the space of the group's prompt. A branch uses the slot of its parent's prompt."""
         pages = num_pages(group.prompt_tokens, self.page_tokens)
         slots = 0 if group.parent is not None else self._slots_each
         return Space(pages, self.windows.prompt_pages(group.prompt_tokens), slots)
@@ -100,18 +103,17 @@ class CacheSpace:
         return self._sample(min(own_pages(group.prompt_tokens, 2, self.page_tokens) + 1, longest))
 
     def missing(self, samples: Iterable[LiveSample], num_steps: int = 1) -> Space:
-        """Return what these samples lack for their newest tokens and num_steps - 1 more, up to their maximum
-        lengths, besides what they can share with their prompts."""
+        """Return the space to allocate for these samples' newest tokens and num_steps - 1 more, up to their
+        maximum lengths, besides what they share with their prompts."""
         pages, windowed, slots = 0, 0, 0
         for sample in samples:
             num, places = self._missing_pages(sample, num_steps)
             pages, windowed = pages + num, windowed + len(places)
             slots += 0 if sample.state else self._slots_each
-        return Space(pages, windowed, slots)
+        return Space(pages, windowed, slots) if pages or windowed or slots else _NOTHING
 
     def growth(self, samples: Iterable[LiveSample]) -> Space:
-        """Return a page of each kind for each sample that may need more than it has, or will have once it
-        runs."""
+        """Return a page of each kind for each sample that may outgrow its pages, or those it starts with."""
         num = 0
         for s in samples:
             has = len(s.pages) if s.is_running else num_pages(s.num_positions, self.page_tokens)
@@ -119,7 +121,7 @@ class CacheSpace:
         return Space(num, num * self._windowed_each)
 
     def releasable(self, samples: Iterable[LiveSample]) -> Space:
-        """Return the pages that are free once these samples are released; a prompt's stay with its group."""
+        """Return the pages that releasing these samples frees; the prompts' pages stay with their groups."""
         pages, windowed = 0, 0
         for sample in samples:
             if sample.pages:
@@ -129,10 +131,10 @@ class CacheSpace:
         return Space(pages, windowed)
 
     def allocate_prompt(self, group: LiveGroup) -> None:
-        """Allocate a prompt's space. Its first pages are kept ones of the same tokens, unless something asks
-        for their hidden states."""
+        """Allocate a prompt's space. Kept pages of the same tokens come first, unless the hidden states of
+        these tokens are requested."""
         if group.episode is not None and group.on_prompt_hidden is None:
-            group.pages = self.kept.reuse(group.episode, group.prompt.tokens_T)
+            group.pages = self.kept_pages.reuse(group.episode, group.prompt.tokens_T)
             group.num_reused = len(group.pages) * self.page_tokens
         P = group.prompt_tokens
         group.pages += self.pages.allocate(num_pages(P, self.page_tokens) - len(group.pages))
@@ -140,7 +142,7 @@ class CacheSpace:
         group.state = self.slots.allocate(self._slots_each)
 
     def share_prompt(self, group: LiveGroup) -> None:
-        """Give a branch's group the pages that its finished parent still holds of the prompt."""
+        """Share with a branch's group the prompt pages that its finished parent still holds."""
         parent, P = group.parent, group.prompt_tokens
         assert parent is not None and parent.pages
         num_shared = num_pages(P, self.page_tokens)
@@ -149,7 +151,7 @@ class CacheSpace:
         group.state = self.slots.share(parent.group.state)
 
     def allocate(self, sample: LiveSample, num_steps: int = 1) -> None:
-        """Allocate what it lacks for its newest token and num_steps - 1 more, up to its maximum length."""
+        """Allocate what `missing` counts for this sample."""
         num, places = self._missing_pages(sample, num_steps)
         if not sample.pages:
             group, num_full = sample.group, self._num_full(sample.group)
@@ -163,11 +165,12 @@ class CacheSpace:
 
     def leave_windows(self, samples: Iterable[LiveSample]) -> None:
         """Release the pages that are wholly before the windows of these samples."""
-        for sample in samples:
-            self.windows.give_back(sample.window_pages, sample.first_query)
+        if self._windowed_each:
+            for sample in samples:
+                self.windows.give_back(sample.window_pages, sample.first_query)
 
     def cut(self, sample: LiveSample) -> None:
-        """Release the pages of layers with a window that are wholly behind its cached positions."""
+        """Release the window pages that lie wholly behind the sample's cached positions."""
         self.windows.cut(sample.window_pages, sample.num_cached)
 
     def keep(self, sample: LiveSample) -> None:
@@ -175,7 +178,7 @@ class CacheSpace:
         group = sample.group
         if group.episode is not None and sample.finish is not None:
             tokens_T = group.prompt.tokens_T + (sample.tokens_T[:-1] if sample.pages else [])
-            self.kept.keep(group.episode, tokens_T, sample.pages or group.pages)
+            self.kept_pages.keep(group.episode, tokens_T, sample.pages or group.pages)
 
     def release(self, holder: LiveGroup | LiveSample) -> None:
         self.release_pages(holder)
@@ -191,11 +194,11 @@ class CacheSpace:
         holder.state = []
 
     def _sample(self, num_own: int) -> Space:
-        """Return the space of a sample that has so many pages besides its prompt's."""
+        """Return the space of a sample with num_own pages besides its prompt's."""
         return Space(num_own, self.windows.sample_pages(num_own), self._slots_each)
 
     def _missing_pages(self, sample: LiveSample, num_steps: int) -> tuple[int, list[int]]:
-        """Return the number of the missing pages, and the places of those of layers with a window."""
+        """Return the number of missing pages, and the places of missing window pages."""
         group, windowed = sample.group, sample.window_pages
         num = len(sample.pages)
         if not num:
@@ -203,7 +206,9 @@ class CacheSpace:
             windowed = {i: page for i, page in group.window_pages.items() if i < num}
         longest = group.prompt_tokens + group.max_tokens - 1
         num_positions = min(sample.num_positions + num_steps - 1, longest)
-        places = self.windows.missing(windowed, sample.first_query, num_positions)
+        places = []
+        if self._windowed_each:
+            places = self.windows.missing(windowed, sample.first_query, num_positions)
         return max(num_pages(num_positions, self.page_tokens) - num, 0), places
 
     def _num_full(self, group: LiveGroup) -> int:

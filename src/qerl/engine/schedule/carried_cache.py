@@ -18,8 +18,8 @@ _PIECE_BYTES = 1 << 21
 
 
 class HostPieces:
-    """Pieces of host memory, pinned for a GPU, that are used again once they are released. All together take
-    no more than what the host had to spare when the first was allocated.
+    """Reusable pieces of host memory, pinned for a GPU. The memory that is free when the first one is
+    allocated limits their total.
 
     Pinning 2.7 GB takes about 2 s (H200), and torch's own cache of pinned memory is emptied whenever a CUDA
     graph is recorded.
@@ -27,19 +27,19 @@ class HostPieces:
 
     def __init__(self, device: torch.device):
         self.num_made = 0
-        self._is_pinned, self._free, self._most_bytes = device.type == "cuda", [], None
+        self._is_pinned, self._free, self._max_bytes = device.type == "cuda", [], None
 
     def allocate(self, num_bytes: int) -> list[Tensor] | None:
-        """Return pieces for so many bytes; None if the host lacks memory for them."""
-        if self._most_bytes is None:
-            self._most_bytes = usable_host_bytes()
+        """Return pieces for num_bytes bytes; None if the host has too little memory."""
+        if self._max_bytes is None:
+            self._max_bytes = usable_host_bytes()
         num = -(-num_bytes // _PIECE_BYTES)
         num_new = max(num - len(self._free), 0)
-        if (self.num_made + num_new) * _PIECE_BYTES > self._most_bytes:
+        if (self.num_made + num_new) * _PIECE_BYTES > self._max_bytes:
             return None
         self.num_made += num_new
-        kind = {"dtype": torch.uint8, "pin_memory": self._is_pinned}
-        new = [torch.empty(_PIECE_BYTES, **kind) for _ in range(num_new)]
+        options = {"dtype": torch.uint8, "pin_memory": self._is_pinned}
+        new = [torch.empty(_PIECE_BYTES, **options) for _ in range(num_new)]
         return new + [self._free.pop() for _ in range(num - num_new)]
 
     def release(self, pieces: list[Tensor]) -> None:
@@ -75,8 +75,8 @@ class CarriedCache:
     def of(
         cls, host: HostPieces, selected: list[tuple[Tensor, Tensor]], places: list[int]
     ) -> "CarriedCache | None":
-        """Copy x[:, indices] for each (x, indices); a GPU's copies are complete when it has been waited for.
-        Return None if the host lacks memory."""
+        """Copy x[:, indices] for each (x, indices); on a GPU the caller synchronizes before it reads them.
+        Return None if the host has too little memory."""
         each = [(x.view(torch.uint8), indices) for x, indices in selected]
         shapes = [torch.Size((len(x), len(indices), *x.shape[2:])) for x, indices in each]
         pieces = host.allocate(sum(shape.numel() for shape in shapes))
@@ -84,12 +84,12 @@ class CarriedCache:
             return None
         carried = cls(host, pieces, shapes, places)
         for (x, indices), parts in zip(each, carried._parts(), strict=True):
-            for part, found in _pairs(parts, x.index_select(1, indices)):
-                part.copy_(found, non_blocking=True)
+            for part, source in _pairs(parts, x.index_select(1, indices)):
+                part.copy_(source, non_blocking=True)
         return carried
 
     def contents(self, device: torch.device) -> Iterator[Tensor]:
-        """Yield the bytes of each tensor. Once: at the end the host memory is released."""
+        """Yield the bytes of each tensor, once: the host memory is released afterwards."""
         assert self._pieces or not any(map(torch.Size.numel, self._shapes)), "this cache was restored before"
         for shape, parts in zip(self._shapes, self._parts(), strict=True):
             x = torch.empty(shape, dtype=torch.uint8, device=device)

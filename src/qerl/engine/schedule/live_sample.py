@@ -56,7 +56,7 @@ class LiveGroup:
 
     @property
     def span(self) -> CachedSpan:
-        """The prompt's."""
+        """The prompt's positions and where they are cached."""
         return CachedSpan(range(self.prompt_tokens), self.pages, self.window_pages, self.state)
 
     @property
@@ -90,8 +90,8 @@ class LiveSample:
     """Its own part of an earlier call's cache, until it is restored."""
     max_tokens: int = dataclasses.field(init=False)
     """Length at which its turn ends at the latest."""
-    most_tokens: int | None = None
-    """Its own maximum length where it is below the group's; None: the group's."""
+    total_tokens: int = dataclasses.field(init=False)
+    """Its maximum length, at most the group's."""
     finish: Literal["stop", "length"] | None = None
     routes: bytes | None = None
     """Experts of all computed positions when its latest turn ended, as in Sample; None without a mixture."""
@@ -104,13 +104,7 @@ class LiveSample:
     """The most likely tokens in place of the newest."""
 
     def __post_init__(self):
-        self.max_tokens = self.group.max_tokens
-
-    @property
-    def total_tokens(self) -> int:
-        """Its maximum length."""
-        most = self.group.max_tokens
-        return most if self.most_tokens is None else min(self.most_tokens, most)
+        self.max_tokens = self.total_tokens = self.group.max_tokens
 
     @property
     def age(self) -> tuple[int, int]:
@@ -124,14 +118,14 @@ class LiveSample:
 
     @property
     def span(self) -> CachedSpan:
-        """That of its tokens before the newest."""
+        """The positions of its tokens before the newest, and where they are cached."""
         positions = range(self.group.prompt_tokens, self.num_positions - 1)
         return CachedSpan(positions, self.pages, self.window_pages, self.state)
 
     @property
     def first_query(self) -> int:
-        """Position of the first query that may still be computed with its pages: the newest token's, or the
-        first after the prompt if the sample may be branched."""
+        """Position of the first query that may still read its pages: the newest token's, or the first after
+        the prompt if the sample may be branched."""
         return self.group.prompt_tokens if self.group.keeps_pages else self.num_positions - 1
 
     @property

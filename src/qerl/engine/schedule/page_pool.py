@@ -4,9 +4,9 @@
     release    remove an owner; without any the page is free
     keep       let a page hold what it does after its last owner, until `drop`
 
-Invariant: free + used = all, and no page is both. Kept pages without an owner are among the free ones: with
-too few others, `allocate` has them given up. tests/engine/schedule/test_page_pool.py and test_kept_pages.py
-check it under random operations.
+Invariant: free + used = all, and no page is both. Kept pages without an owner count as free: `allocate` has
+them evicted if there are too few others. tests/engine/schedule/test_page_pool.py and test_kept_pages.py check
+it under random operations.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def num_pages(num_positions: int, page_tokens: int) -> int:
 
 
 def own_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
-    """Return the most pages of a sample besides its group's shared ones. Its last token is never cached."""
+    """Return the pages of a longest sample besides its prompt's full ones. Its last token is never cached."""
     return num_pages(prompt_tokens + max_tokens - 1, page_tokens) - prompt_tokens // page_tokens
 
 
@@ -29,7 +29,7 @@ def min_group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> in
 class PagePool:
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        self.give_up: Callable[[], None] | None = None
+        self.evict: Callable[[], None] | None = None
         """Drops some of the kept pages."""
         self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low pages first
         self._ref_counts = [0] * num_pages
@@ -51,8 +51,8 @@ class PagePool:
     def allocate(self, num: int) -> list[int]:
         assert 0 <= num <= self.num_free, f"cannot allocate {num} pages, {self.num_free} are free"
         while num > len(self._free):
-            assert self.give_up is not None
-            self.give_up()
+            assert self.evict is not None
+            self.evict()
         pages = [self._free.pop() for _ in range(num)]
         for page in pages:
             assert self._ref_counts[page] == self._keep_counts[page] == 0

@@ -26,7 +26,7 @@ from qerl.engine.schedule.cache_space import CacheSpace, Space
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 
 _MIN_PREFILL_TOKENS = 2048  # the GPU waits for the launches of a prefill of fewer than 1,024
-_JOINING_SHARE = 32  # of the rows, one in so many: the batch is rebuilt for that many samples, not for each
+_JOINING_SHARE = 32  # the batch is rebuilt once one row in 32 can be filled, not for each sample
 
 
 class Scheduler:
@@ -49,14 +49,12 @@ class Scheduler:
         self.parked: list[LiveSample] = []
         self.num_preemptions = 0
         self.has_postponed = False
-        """True if the latest `admit` left a group to the next, so that running samples wait no longer."""
+        """True if the latest `admit` left a group to the next one, to keep running samples from waiting."""
         self._max_num_seqs, self._max_admitted_tokens = max_num_seqs, max_admitted_tokens or math.inf
         self._not_admitted = collections.deque(groups)
         self._waiting: collections.deque[LiveSample] = collections.deque()  # oldest first
         self._admitted: list[LiveGroup] = []
-        self._unbranched: list[
-            LiveGroup | LiveSample
-        ] = []  # finished, and what branches need is not released
+        self._unbranched: list[LiveGroup | LiveSample] = []  # finished, but still hold what branches need
 
     @property
     def is_done(self) -> bool:
@@ -64,7 +62,7 @@ class Scheduler:
 
     @property
     def has_waiting(self) -> bool:
-        """True if a sample that is neither running nor parked remains."""
+        """True if a sample waits or a group is not admitted."""
         return bool(self._waiting or self._not_admitted)
 
     @property
@@ -86,14 +84,12 @@ class Scheduler:
                 self.finish([s for s in group.samples_G if s.finish is None])
 
     def steps_without_preemption(self, num_steps: int, num_launched: int = 0) -> int:
-        """Return the largest of num_steps, num_steps / 2, ..., 1, 0 for which allocate(num_launched + it)
+        """Return the largest n of num_steps, num_steps / 2, ..., 1, 0 for which allocate(num_launched + n)
         preempts no sample."""
         self.space.leave_windows(self.running)
         while num_steps > 0:
-            missing = self.space.missing(self.running, num_launched + num_steps)
-            if self.space.has_free(missing):
-                return num_steps
-            if missing <= self.space.free + self.space.releasable(self._between_turns()):
+            missing, space = self.space.missing(self.running, num_launched + num_steps), self.space
+            if space.has_free(missing) or missing <= space.free + space.releasable(self._between_turns()):
                 return num_steps
             num_steps //= 2
         return 0
@@ -119,7 +115,7 @@ class Scheduler:
         return extended
 
     def admit(self) -> list[LiveGroup]:
-        """Return the groups whose prompts are to be prefilled now, with pages; their samples then wait."""
+        """Allocate the prompts of groups to prefill now and return the groups; their samples then wait."""
         admitted, num_tokens, self.has_postponed = [], 0, False
         num_live, reserved = len(self.running), self.space.growth(self.running)
         num_ahead = 0 if self.space.total.slots else self._max_num_seqs // 4
@@ -143,8 +139,8 @@ class Scheduler:
         return admitted
 
     def _fits(self, group: LiveGroup, reserved: Space) -> bool:
-        """True if its prompt and a first sample fit next to what is reserved, and any one admitted sample can
-        reach its maximum length."""
+        """True if the group's prompt and first sample fit next to the reserved space, and any one admitted
+        sample can reach its maximum length."""
         needed = self.space.prompt(group) + self.space.first_sample(group) + reserved
         return self.space.has_free(needed) and self.space.can_finish([*self._admitted, group])
 
@@ -189,8 +185,8 @@ class Scheduler:
         self.running = [s for s in self.running if s.is_running]
 
     def park(self, samples: list[LiveSample]) -> None:
-        """Park running or waiting samples whose turns have ended; a running one has all tokens but the newest
-        cached, unless its recurrent states hold later tokens too."""
+        """Park running or waiting samples whose turns have ended. A running one stays cached up to its newest
+        token, unless its recurrent states hold later tokens too."""
         for sample in samples:
             if sample.is_running and sample.state and sample.has_overrun:
                 self._release(sample)
@@ -204,7 +200,7 @@ class Scheduler:
         self.running = [s for s in self.running if s.is_running]
 
     def resume(self, samples: list[LiveSample]) -> None:
-        """Move parked samples, which have got the environment's tokens, to the waiting queue."""
+        """Move parked samples to the waiting queue; the environment's tokens have been appended."""
         assert not self.running
         resumed = {id(s) for s in samples}
         self.parked = [s for s in self.parked if id(s) not in resumed]
@@ -223,12 +219,13 @@ class Scheduler:
         self._unbranched.clear()
 
     def _reclaim(self, needed: Space, keep: LiveSample | None = None) -> bool:
-        """Release what samples between turns hold, youngest first, until so much is free; True if it is. The
-        sample `keep` keeps its pages."""
-        if not self.space.has_free(needed):
-            for sample in sorted(self._between_turns(), key=lambda s: s.age, reverse=True):
-                if sample is not keep and not self.space.has_free(needed):
-                    self._release(sample)
+        """Release samples between turns except `keep`, youngest first, until the needed space is free; return
+        True if it is."""
+        if self.space.has_free(needed):
+            return True
+        for sample in sorted(self._between_turns(), key=lambda s: s.age, reverse=True):
+            if sample is not keep and not self.space.has_free(needed):
+                self._release(sample)
         return self.space.has_free(needed)
 
     def _between_turns(self) -> list[LiveSample]:

@@ -4,10 +4,10 @@
     a query at position p  sees the positions j with p - window < j <= p
     held                   {i: page}: from the first page that the sequence's newest token sees
 
-Before its next pages are allocated, a running sample gives back what lies wholly before that. A group holds
-the window of its prompt's end until its last sample finishes, so a preempted sample starts from there; what
-it computes again and no later query sees goes to the unused page (prefill.py). Groups that keep their pages
-to be branched give none back.
+Before its next pages are allocated, a running sample releases the pages wholly before that one. A group holds
+the window of its prompt's end until its last sample finishes, so a preempted sample starts from there; keys
+and values that it computes again and no later query sees go to the unused page (prefill.py). Groups that keep
+their pages to be branched release none.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ class Window:
         return cls(max(sizes), page_tokens) if sizes and a.delta is None else None
 
     @property
-    def most_pages(self) -> int:
-        """The most pages that any `size` neighboring positions lie in."""
+    def max_pages(self) -> int:
+        """Maximum number of pages that `size` consecutive positions lie in."""
         return (self.size - 2) // self.page_tokens + 2
 
     def first_page(self, num_positions: int) -> int:
-        """Return the first page that the newest of so many positions sees."""
+        """Return the first page that the newest of num_positions positions sees."""
         return max(num_positions - self.size, 0) // self.page_tokens
 
     def prompt_pages(self, prompt_tokens: int) -> int:
@@ -53,17 +53,17 @@ class Window:
         return -(-prompt_tokens // self.page_tokens) - self.first_page(prompt_tokens + 1)
 
     def running_pages(self, own_pages: int) -> int:
-        """Return the most pages of a running sample besides its prompt's, with those of two bursts ahead."""
-        return min(own_pages, self.most_pages + -(-_AHEAD // self.page_tokens) + 1)
+        """Return the maximum pages of a running sample besides its prompt's, two bursts ahead included."""
+        return min(own_pages, self.max_pages + -(-_AHEAD // self.page_tokens) + 1)
 
     def sample_pages(self, own_pages: int) -> int:
-        """Return the most pages that a sample can need besides its prompt's, where it has own_pages without a
-        window: those of its window, of its next turn's while that is computed, and one in reserve."""
-        return min(own_pages, 2 * self.most_pages + 1)
+        """Return the maximum pages of a sample besides its prompt's, of own_pages without a window: those of
+        its window, of its next turn's while that is computed, and one in reserve."""
+        return min(own_pages, 2 * self.max_pages + 1)
 
 
 class WindowPages:
-    """The pool of these pages. Without a window it has none and nobody needs any."""
+    """The pool of these pages; without a window it is empty and no pages are needed."""
 
     def __init__(self, num_pages: int, window: Window | None):
         self.pool = PagePool(0 if window is None else num_pages)
@@ -76,8 +76,8 @@ class WindowPages:
         return 0 if self.window is None else self.window.sample_pages(own_pages)
 
     def missing(self, held: Held, first_query: int, num_positions: int) -> list[int]:
-        """Return the pages of num_positions positions that are not held, from the first one that the query at
-        the position first_query sees."""
+        """Return the places of the pages not held that positions up to num_positions need, from the first
+        page that the query at first_query sees."""
         if self.window is None:
             return []
         stop = -(-num_positions // self.window.page_tokens)
@@ -100,7 +100,7 @@ class WindowPages:
             self.pool.release([held.pop(i) for i in [i for i in held if i < first]])
 
     def cut(self, held: Held, num_positions: int) -> None:
-        """Release what lies wholly behind so many positions."""
+        """Release the pages wholly behind num_positions positions."""
         if self.window is not None:
             stop = -(-num_positions // self.window.page_tokens)
             self.pool.release([held.pop(i) for i in [i for i in held if i >= stop]])

@@ -14,7 +14,7 @@ from typing import Any
 
 from qerl.algo.seeds import mix
 from qerl.config import AgentConfig, RunConfig, TaskConfig
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.engine.stats import Stats
 from qerl.serve.agents.endpoint import MODEL_NAME, Endpoint
 from qerl.serve.agents.function import find_agent, with_absolute_paths
@@ -65,7 +65,7 @@ class AgentPool:
         self._pool.stop()
         self._pipe.close()
 
-    def engine(self, engine: SamplingEngine) -> "AgentEngine":
+    def engine(self, engine: LocalEngine) -> "AgentEngine":
         """Return what samples episodes."""
         max_positions = min(self._config.context_tokens, engine.max_positions)
         self._endpoint = Endpoint(LoadedModel(engine, max_positions), self._config)
@@ -137,7 +137,7 @@ _UNREPORTED = Failure("no outcome", "the agents' process did not say how the epi
 
 
 class AgentEngine(ReplayingEngine):
-    def __init__(self, engine: SamplingEngine, pool: AgentPool):
+    def __init__(self, engine: LocalEngine, pool: AgentPool):
         self._engine, self._pool = engine, pool
         self.stats = Stats()
         """num_tokens of the latest call; after branch_batches, of episodes and branches."""

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.seeds import mix
 from qerl.config import EnvironmentConfig, SampleConfig, TaskConfig
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
@@ -82,7 +82,7 @@ EpisodesPG = list[list[_Episode]]
 
 class MultiTurnEngine(ReplayingEngine):
     def __init__(
-        self, engine: SamplingEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
+        self, engine: LocalEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
     ):
         """max_prompt_tokens: limit of a prompt together with what reset adds to it."""
         self._engine, self._pool, self._tokenizer = engine, pool, engine.tokenizer
@@ -274,8 +274,8 @@ class MultiTurnEngine(ReplayingEngine):
 
 
 def with_environment(
-    engine: SamplingEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
-) -> SamplingEngine | MultiTurnEngine:
+    engine: LocalEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
+) -> LocalEngine | MultiTurnEngine:
     """Return the engine itself if none of the rewards is an environment."""
     return MultiTurnEngine(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
 
@@ -289,7 +289,7 @@ class EnvironmentEpisodes:
         self._config, self._max_tokens = task.environment, sample.max_tokens
         self.pool = RewardPool(dataclasses.replace(task, reward_weights=()), [made])
 
-    def engine(self, engine: SamplingEngine) -> MultiTurnEngine:
+    def engine(self, engine: LocalEngine) -> MultiTurnEngine:
         return MultiTurnEngine(engine, self.pool, self._config, engine.max_positions - self._max_tokens)
 
 

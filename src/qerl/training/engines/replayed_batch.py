@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from qerl.algo.seeds import mix
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.engine.stats import Stats
 from qerl.types import GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample
 
@@ -77,7 +77,7 @@ class ReplayingEngine(RolloutEngine, Protocol):
         return self.sample(request)[0]
 
     def branch_batches(self, request: GenerateRequest) -> "Iterator[ReplayedBatch]":
-        """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
+        """Yield one batch of all prompts. See LocalEngine.branch_batches."""
         batch = ReplayedBatch(self, request)
         yield batch
         self.stats = batch.stats
@@ -121,7 +121,7 @@ class ReplayedBatch:
 class SingleTurns(ReplayingEngine):
     """Samples of an engine that keeps no keys and values of theirs; they have no history."""
 
-    def __init__(self, engine: SamplingEngine):
+    def __init__(self, engine: LocalEngine):
         self._engine, self.stats = engine, Stats()
 
     def publish(self, version: int) -> None:

@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from qerl.config import RunConfig
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.local_engine import LocalEngine
 from qerl.errors import require
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.tracking import StepLog
@@ -47,7 +47,7 @@ class PartialRollouts:
     def __init__(
         self,
         config: RunConfig,
-        engine: SamplingEngine,
+        engine: LocalEngine,
         rewards: Rewards,
         train_prompts: TrainPrompts,
         ranks: Ranks = ALONE,

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.distillation import MIN_LOGPROB
 from qerl.config import DistilConfig, RunConfig
-from qerl.engine.engine import Engine
+from qerl.engine.paged_engine import PagedEngine
 from qerl.errors import require
 from qerl.kernels.head.divergence import top_outcomes
 from qerl.learner.checkpoint import OPTIMIZER, adapter_folder
@@ -197,7 +197,7 @@ class LocalTeacher:
     def engine(self) -> Iterator[RolloutEngine]:
         with self.policy() as decoder:
             stop_ids = stop_token_ids(self._tokenizer, locate(self._config.model.path))
-            yield Engine(decoder, self._tokenizer, self._config.engine, stop_token_ids=stop_ids)
+            yield PagedEngine(decoder, self._tokenizer, self._config.engine, stop_token_ids=stop_ids)
 
 
 def _finite(logprobs: TeacherLogprobs) -> TeacherLogprobs | Failure:

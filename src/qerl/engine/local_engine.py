@@ -1,5 +1,5 @@
-"""Base class of local engines: prompts become groups of live samples, a Generation runs them, and what it
-leaves becomes samples. The engines differ in the caches and forward passes that they open for a call.
+"""Base class of local engines: a Generation runs the live samples of prompts, which then become samples. The
+engines differ in the caches and forward passes that they open for a call.
 """
 
 import abc
@@ -20,7 +20,6 @@ from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
-from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.models.peft.adapter import publish
 from qerl.models.policy_model import PolicyModel
 from qerl.types import (
@@ -55,7 +54,7 @@ class NewGeneration(Protocol):
     ) -> Generation: ...
 
 
-class SamplingEngine(abc.ABC):
+class LocalEngine(abc.ABC):
     """The part of an engine that does not depend on how the model runs."""
 
     max_rows: int
@@ -73,8 +72,7 @@ class SamplingEngine(abc.ABC):
         self.stats = Stats()
         """Stats of the latest call."""
         self._model, self.tokenizer, self.stop_token_ids = model, tokenizer, stop_token_ids
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._expected_positions = 0
+        self._max_num_batched_tokens, self._expected_positions = max_num_batched_tokens, 0
 
     @property
     def vocab_size(self) -> int:
@@ -90,13 +88,9 @@ class SamplingEngine(abc.ABC):
         """Messages for the user about limits of this engine."""
         return []
 
-    def compile_report(self) -> CompileReport | None:
-        """Return what was compiled before the first decode step; None if nothing was."""
-        return None
-
     def expect(self, num_positions: int) -> None:
-        """Note how long the longest prompt and sample of the run are together, in tokens: a call with longer
-        ones than those before drops what was recorded. Nothing depends on it but time and memory."""
+        """Note the length of the run's longest prompt and sample together, in tokens. It affects time and
+        memory only: a call with longer ones than those before drops recorded graphs."""
         self._expected_positions = min(num_positions, self.max_positions)
 
     def publish(self, version: int) -> None:
@@ -155,7 +149,7 @@ class SamplingEngine(abc.ABC):
     @torch.no_grad()
     def continue_groups(
         self,
-        begun_P: list[UnfinishedGroup],
+        before_P: list[UnfinishedGroup],
         *,
         is_enough: Callable[[list[bool]], bool],
         sampling: Sampling,
@@ -164,22 +158,21 @@ class SamplingEngine(abc.ABC):
         max_tokens_P_G: list[list[int]] | None = None,
         carries_cache: bool = False,
     ) -> list[tuple[UnfinishedGroup, Group | None]]:
-        """Sample until is_enough, which gets whether each group is complete, or all are; return each group as
-        it is then, and its samples if it is complete. on_burst: as in generate, of all groups that are
-        complete. max_tokens_P_G: as in GenerateRequest.
+        """Sample until all groups are complete or is_enough, called with a flag for each complete group,
+        returns True. Return each group as it is then, and its samples if it is complete.
 
-        Earlier tokens keep the logprobs that they were sampled with. They are computed again by the current
-        weights, unless the group brings a cache, as it does after carries_cache.
+        Earlier tokens keep their logprobs. The current weights compute them again, unless the group brings a
+        cache, as after carries_cache. on_burst: as in generate. max_tokens_P_G: as in GenerateRequest.
         """
         start_s, self.stats = time.perf_counter(), Stats()
         stopping = self.stopping(sampling.stop)
-        groups = [self._resumed(i, begun, sampling.max_tokens, seed) for i, begun in enumerate(begun_P)]
+        groups = [self._resumed(i, each, sampling.max_tokens, seed) for i, each in enumerate(before_P)]
         _limit(groups, max_tokens_P_G)
         self._assign_noise_rows(groups)
         unfinished = [g for g in groups if not _is_complete(g)]
 
         def to_group(group: LiveGroup) -> Group:
-            return self._whole_group(self._left(begun_P[group.index], group), group, stopping)
+            return self._whole_group(self._left(before_P[group.index], group), group, stopping)
 
         complete = _CompleteGroups(groups, to_group, on_burst)
         if unfinished:
@@ -197,43 +190,43 @@ class SamplingEngine(abc.ABC):
                 generation.abort(left)
             self.stats.generate_s = time.perf_counter() - start_s
         whole_by_index = dict(complete.all())
-        left = [
-            (self._left(begun, group), whole_by_index.get(group.index))
-            for begun, group in zip(begun_P, groups, strict=True)
-        ]
+        after_P = [self._left(*pair) for pair in zip(before_P, groups, strict=True)]
         _drop_carried(groups)  # groups and samples form cycles of references, which are not freed at once
-        return left
+        return [(after, whole_by_index.get(index)) for index, after in enumerate(after_P)]
 
-    def _left(self, begun: UnfinishedGroup, group: LiveGroup) -> UnfinishedGroup:
-        """Return the group as it is now."""
-        pairs = zip(group.samples_G, begun.samples_G, strict=True)
-        samples_G = [_begun_sample(s, before, self.version) for s, before in pairs]
-        return dataclasses.replace(begun, samples_G=samples_G, cache=group.carried)
+    def _left(self, before: UnfinishedGroup, group: LiveGroup) -> UnfinishedGroup:
+        """Return the group as it is now; new tokens are of the present version."""
+        samples_G = []
+        for s, sample in zip(group.samples_G, before.samples_G, strict=True):
+            num_new = len(s.logprobs_T) - len(sample.logprobs_T)
+            versions = (*sample.versions, (self.version, num_new)) if num_new else sample.versions
+            tokens = {"tokens_T": s.tokens_T, "logprobs_T": s.logprobs_T, "versions": versions}
+            samples_G.append(UnfinishedSample(**tokens, finish=s.finish, routes=s.routes, cache=s.carried))
+        return dataclasses.replace(before, samples_G=samples_G, cache=group.carried)
 
-    def _resumed(self, index: int, begun: UnfinishedGroup, max_tokens: int, seed: int) -> LiveGroup:
-        coordinates = seed, begun.seed_step
-        group = self._new_group(index, begun.prompt, len(begun.samples_G), max_tokens, coordinates)
-        group.carried = begun.cache
-        for sample, before in zip(group.samples_G, begun.samples_G, strict=True):
-            sample.tokens_T, sample.logprobs_T = list(before.tokens_T), list(before.logprobs_T)
-            sample.finish, sample.routes, sample.carried = before.finish, before.routes, before.cache
+    def _resumed(self, index: int, before: UnfinishedGroup, max_tokens: int, seed: int) -> LiveGroup:
+        coordinates = seed, before.seed_step
+        group = self._new_group(index, before.prompt, len(before.samples_G), max_tokens, coordinates)
+        group.carried = before.cache
+        for s, sample in zip(group.samples_G, before.samples_G, strict=True):
+            s.tokens_T, s.logprobs_T = list(sample.tokens_T), list(sample.logprobs_T)
+            s.finish, s.routes, s.carried = sample.finish, sample.routes, sample.cache
         return group
 
     def _whole_group(self, after: UnfinishedGroup, group: LiveGroup, stopping: StoppingCriteria) -> Group:
-        whole = self._to_group(group, stopping)
-        versions_G = [sample.versions for sample in after.samples_G]
-        samples_G = [
-            dataclasses.replace(s, version=each[-1][0], versions=each if len(each) > 1 else ())
-            for s, each in zip(whole.samples_G, versions_G, strict=True)
-        ]
+        whole, samples_G = self._to_group(group, stopping), []
+        for s, versions in zip(whole.samples_G, (sample.versions for sample in after.samples_G), strict=True):
+            newest, _ = versions[-1]
+            several = versions if len(versions) > 1 else ()
+            samples_G.append(dataclasses.replace(s, version=newest, versions=several))
         return dataclasses.replace(whole, samples_G=samples_G)
 
     @contextlib.contextmanager
     def live_batch(self, max_positions: int, kept_fraction: float = 0.0) -> Iterator[LiveBatch]:
-        """Yield a batch that requests join and leave (live_batch.py), with pages for as many samples as fit;
-        the longest prompt and sample have max_positions together. Do not generate or learn meanwhile.
+        """Yield a batch that requests join and leave (live_batch.py); the longest prompt and sample have
+        max_positions together. Do not generate or learn meanwhile.
 
-        kept_fraction: of the pages, in which those between an episode's requests are kept at most.
+        kept_fraction: maximum share of the pages that are kept between an episode's requests.
         """
         prompt = Prompt(index=0, text="", tokens_T=[0], messages=None, columns={})
         longest, stopping = self._new_group(0, prompt, 1, max_positions - 1), self.stopping()
@@ -272,7 +265,7 @@ class SamplingEngine(abc.ABC):
         max_tokens: int,
         coordinates: tuple[int, int] = (0, 0),
     ) -> LiveGroup:
-        """Return samples to be sampled; coordinates: (seed, step)."""
+        """Return a group of empty samples; coordinates: (seed, step)."""
         prompt_tokens, max_positions = len(prompt.tokens_T), self.max_positions
         if not 0 < prompt_tokens < max_positions:
             raise UserError(
@@ -356,24 +349,10 @@ class _CompleteGroups:
 
 
 def _limit(groups: list[LiveGroup], max_tokens_P_G: list[list[int]] | None) -> None:
-    """Set each sample's own maximum length; None: the groups' holds for all."""
-    for group, most_G in zip(groups, max_tokens_P_G or (), strict=max_tokens_P_G is not None):
-        for sample, most in zip(group.samples_G, most_G, strict=True):
-            sample.most_tokens = most
-            sample.max_tokens = sample.total_tokens
-
-
-def _begun_sample(s: LiveSample, before: UnfinishedSample, version: int) -> UnfinishedSample:
-    """Return the sample as it is now; its new tokens are of this version."""
-    num_new = len(s.logprobs_T) - len(before.logprobs_T)
-    return UnfinishedSample(
-        tokens_T=s.tokens_T,
-        logprobs_T=s.logprobs_T,
-        versions=(*before.versions, (version, num_new)) if num_new else before.versions,
-        finish=s.finish,
-        routes=s.routes,
-        cache=s.carried,
-    )
+    """Set each sample's own maximum length; None: all have their group's."""
+    for group, max_tokens_G in zip(groups, max_tokens_P_G or (), strict=max_tokens_P_G is not None):
+        for sample, max_tokens in zip(group.samples_G, max_tokens_G, strict=True):
+            sample.max_tokens = sample.total_tokens = min(max_tokens, group.max_tokens)
 
 
 def _drop_carried(groups: list[LiveGroup]) -> None:

@@ -1,6 +1,6 @@
 """Sampling engine: continuous batching over a paged KV cache, on the learner's own decoder.
 
-    engine.py           KV cache, branches, scores     sampling_engine.py      public methods of all engines
+    paged_engine.py     KV cache, branches, scores     local_engine.py         public methods of all engines
     generation.py       one call: schedule, decode     transformers_engine.py  transformers' code and caches
     live_batch.py       requests join and leave        branch_batch.py         samples, then branches of them
     score.py            exact logprobs of samples      stats.py                counts and times of a call
@@ -33,9 +33,9 @@ from qerl.engine.cache.state_cache import StateCache
 from qerl.engine.decode.runner import DecodeRunner
 from qerl.engine.decode.runner_cache import RunnerCache
 from qerl.engine.generation import Generation, StoppingCriteria
+from qerl.engine.local_engine import LocalEngine, NewGeneration
 from qerl.engine.prefill.prefill import Prefill
 from qerl.engine.sampling.row_sampler import RowSampler
-from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
 from qerl.engine.schedule.cache_space import CacheSpace, Space
 from qerl.engine.schedule.carried_cache import HostPieces
 from qerl.engine.schedule.live_sample import LiveGroup
@@ -53,7 +53,7 @@ from qerl.types import GenerateRequest, Group, Sampling
 _WORTH_KEEPING = 0.9
 
 
-class Engine(SamplingEngine):
+class PagedEngine(LocalEngine):
     def __init__(
         self,
         decoder: Decoder,
@@ -106,10 +106,11 @@ class Engine(SamplingEngine):
         return notices
 
     def compile_report(self) -> CompileReport | None:
+        """Return what was compiled before the first decode step; None if nothing was."""
         return self._runners.compiled
 
     def wait_compiled(self) -> None:
-        """Return when nothing is compiled any more; steps of any number of rows may run meanwhile."""
+        """Wait until nothing is compiled any more; steps of any number of rows may run meanwhile."""
         self._runners.wait_compiled()
 
     def expect(self, num_positions: int) -> None:
@@ -205,15 +206,15 @@ class Engine(SamplingEngine):
         return generation
 
     def _branching_pages(self, group: LiveGroup, cache: KVCache) -> int:
-        """Return the pages of a group that is branched: as many as it needs, or the share of the pages that
-        corresponds to its share of those of layers with a window."""
+        """Return the pages that a branched group takes: those it needs, or as large a share of all pages as
+        it needs of the window pages."""
         needed = self._size.group_pages(group)
         if not cache.space.windowed:
             return needed.pages
         return max(needed.pages, -(-needed.windowed * cache.num_pages // cache.space.windowed))
 
     def _max_pages(self, groups: list[LiveGroup]) -> int:
-        """Return the most pages of a prompt and one of its samples."""
+        """Return the maximum number of pages of a prompt and one of its samples."""
         longest = max(group.prompt_tokens + group.max_tokens for group in groups)
         return num_pages(longest, self._config.block_size)
 
@@ -221,18 +222,17 @@ class Engine(SamplingEngine):
     def _present_cache(self, groups: list[LiveGroup]) -> Iterator[KVCache]:
         """Yield the cache of earlier calls if it is large enough and fits into memory, else a new one."""
         budget = self._config, self._decoder, 0 if self._cache is None else self._cache.resident_bytes
-        size, prompts = self._size, [group.prompt.index for group in groups]
+        size = self._size
         num_slots, left_bytes = size.affordable(groups, new_cache_bytes(*budget))
-        least, useful = size.needed_pages(groups, prompts, left_bytes)
+        required, useful = size.needed_pages(groups, left_bytes)
         # A cache for the longest call that is expected: a larger one later would drop the recorded graphs.
         share = max(self._runners.expected_pages / self._max_pages(groups), 1.0)
-        chosen = size.choose(left_bytes, least, useful * share)
-        enough = useful if useful <= chosen else least.at_least(chosen * _WORTH_KEEPING)
+        chosen = size.choose(left_bytes, required, useful * share)
+        enough = useful if useful <= chosen else required.at_least(chosen * _WORTH_KEEPING)
         slots = Space(slots=num_slots)
         if self._cache is not None:
             present = self._cache.space
-            is_large = enough + slots <= present
-            if not is_large or size.bytes_of(present) > max_cache_bytes(*budget):
+            if not enough + slots <= present or size.bytes_of(present) > max_cache_bytes(*budget):
                 self._drop_cache()  # freed before another is made
         with contextlib.ExitStack() as stack:
             if self._cache is not None:
