@@ -13,7 +13,7 @@ _HAS_WINDOW = {"full_attention": False, "sliding_attention": True}
 
 
 def dense(config: ConfigReader, family: str, *, eps: float = 1e-6, **parts: Any) -> Architecture:
-    """Return a decoder as Llama's, with some parts replaced. eps: the family's, if the config gives none."""
+    """Return a decoder as Llama's, with some parts replaced. eps: the family's default."""
     width, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -46,6 +46,16 @@ def dense(config: ConfigReader, family: str, *, eps: float = 1e-6, **parts: Any)
         "tied_head": config.flag("tie_word_embeddings"),
     }
     return Architecture(**fields | parts)
+
+
+def attention_biases(config: ConfigReader) -> dict[str, bool]:
+    """Return the parts of `dense` that `attention_bias` switches on."""
+    return dict.fromkeys(("qkv_bias", "output_bias"), config.flag("attention_bias"))
+
+
+def all_kinds(config: ConfigReader, **parts: Any) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers that are all alike."""
+    return (LayerKind(**parts),) * read_num_layers(config)
 
 
 def read_num_layers(config: ConfigReader) -> int:
