@@ -103,10 +103,10 @@ def _parse(file: Path) -> tuple[dict[str, Any], list[_GgufEntry]]:
     try:
         with open_regular(file) as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
-            return _parse_stream(file, GgufCursor(stream, file_bytes), file_bytes)
+            return _parse_stream(GgufCursor(stream, file_bytes), file_bytes)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except _TypeError as error:
+    except _UnsupportedError as error:
         raise UserError(f"{file}: {error}") from error
     except (_DamagedError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -117,7 +117,7 @@ class _DamagedError(Exception):
     pass
 
 
-class _TypeError(Exception):
+class _UnsupportedError(Exception):
     pass
 
 
@@ -159,7 +159,7 @@ class GgufCursor:
         return self.numbers(gguf.GGUFReader.gguf_scalar_to_np[item_type], count)
 
 
-def _parse_stream(file: Path, cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:
+def _parse_stream(cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:
     if cursor.take(4) != b"GGUF":
         raise _DamagedError("it does not begin with GGUF")
     version = cursor.number("I")
@@ -170,7 +170,12 @@ def _parse_stream(file: Path, cursor: GgufCursor, file_bytes: int) -> tuple[dict
     for _ in range(num_keys):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.number("I"))
-    _check_family(file, metadata.get("general.architecture"))
+    family = metadata.get("general.architecture")
+    if not isinstance(family, str) or family not in FAMILIES:  # its tensors may have other names and types
+        supported = ", ".join(FAMILIES)
+        raise _UnsupportedError(
+            f"architecture {family!r:.80} is not supported in GGUF; supported: {supported}"
+        )
     infos = []
     for _ in range(num_tensors):
         name = cursor.string()
@@ -179,25 +184,15 @@ def _parse_stream(file: Path, cursor: GgufCursor, file_bytes: int) -> tuple[dict
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0:
         raise _DamagedError(f"general.alignment is {alignment}")
-    data_begin = math.ceil(cursor.offset / alignment) * alignment
-    return metadata, [
-        _entry(name, shape, kind, data_begin + at, file_bytes) for name, shape, kind, at in infos
-    ]
-
-
-def _check_family(file: Path, family: Any) -> None:
-    """Raise UserError for an unsupported family, whose tensors have names and types of their own."""
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(
-            f"{file}: architecture {family!r:.80} is not supported in GGUF; supported: {', '.join(FAMILIES)}"
-        )
+    begin = math.ceil(cursor.offset / alignment) * alignment
+    return metadata, [_entry(name, shape, kind, begin + at, file_bytes) for name, shape, kind, at in infos]
 
 
 def _entry(
     name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, begin: int, file_bytes: int
 ) -> _GgufEntry:
     if kind.name not in _TYPES:
-        raise _TypeError(f"{name} is of ggml type {kind.name}; supported: {', '.join(_TYPES)}")
+        raise _UnsupportedError(f"{name} is of ggml type {kind.name}; supported: {', '.join(_TYPES)}")
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_size:
         raise _DamagedError(f"{name} {list(shape)} does not divide into blocks of {block_size}")
