@@ -22,6 +22,15 @@ from qerl.kernels.linear.lora_linear import Adapter, lora_linear
 from qerl.models.linear_pass import PLAIN, LinearPass, OperandCache
 
 
+class FrozenWeight(nn.Module):
+    """One frozen tensor: an embedding, an untied head, or the weights of a convolution."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight: Tensor
+        self.register_buffer("weight", torch.empty(shape, dtype=dtype, device=device))
+
+
 class OperandGroup(Protocol):
     """Weights of linears that read the same x, as one operand."""
 

@@ -171,5 +171,5 @@ def other_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 def with_dtype(hf_config: dict, dtype: torch.dtype) -> dict:
     """Set torch_dtype, which transformers 4 and 5 both read."""
-    kept = {key: value for key, value in hf_config.items() if key != "dtype"}
-    return kept | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    others = {key: value for key, value in hf_config.items() if key != "dtype"}
+    return others | {"torch_dtype": str(dtype).removeprefix("torch.")}
