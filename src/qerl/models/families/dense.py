@@ -5,7 +5,7 @@ from typing import Any
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture, LayerKind
-from qerl.models.families.reader import ConfigReader, short_text
+from qerl.models.families.reader import ConfigReader, check_multiple, short_text
 from qerl.models.families.rope_settings import read_rope, rope_section
 
 _MAX_LAYERS = 1 << 16
@@ -16,11 +16,7 @@ def dense(config: ConfigReader, family: str, *, eps: float = 1e-6, **parts: Any)
     """Return a decoder as Llama's, with some parts replaced. eps: the family's default."""
     width, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise UserError(
-            "num_attention_heads must be a multiple of num_key_value_heads,"
-            f" got {num_heads} and {num_kv_heads}"
-        )
+    check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
     if "activation" not in parts:
         config.having(hidden_act="silu")
     if "rotary_size" not in parts:
@@ -64,8 +60,8 @@ def read_num_layers(config: ConfigReader) -> int:
 
 def read_head_size(config: ConfigReader) -> int:
     width, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
-    if config.get("head_dim") is None and width % num_heads:
-        raise UserError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {num_heads}")
+    if config.get("head_dim") is None:
+        check_multiple("hidden_size", width, "num_attention_heads", num_heads)
     head_size = config.count("head_dim", width // num_heads)
     if head_size % 2:
         raise UserError(f"head_dim must be even because RoPE rotates pairs, got {head_size}")

@@ -7,7 +7,7 @@ from qerl.errors import UserError
 from qerl.kernels.delta_net.gated_delta_net import DeltaShape
 from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.families.dense import attention_biases, dense, read_head_size, read_num_layers
-from qerl.models.families.reader import ConfigReader, NotDescribedError, short_text
+from qerl.models.families.reader import ConfigReader, NotDescribedError, check_multiple, short_text
 from qerl.models.families.rope_settings import read_rotary_size
 
 _KINDS = {"full_attention": LayerKind(), "linear_attention": LayerKind(mixer="delta")}
@@ -73,9 +73,6 @@ def _delta_shape(config: ConfigReader) -> DeltaShape:
         value_size=config.count("linear_value_head_dim"),
         num_taps=config.count("linear_conv_kernel_dim"),
     )
-    if shape.num_value_heads % shape.num_key_heads:
-        raise UserError(
-            "linear_num_value_heads must be a multiple of linear_num_key_heads,"
-            f" got {shape.num_value_heads} and {shape.num_key_heads}"
-        )
+    num_heads = shape.num_value_heads, shape.num_key_heads
+    check_multiple("linear_num_value_heads", num_heads[0], "linear_num_key_heads", num_heads[1])
     return shape

@@ -91,6 +91,12 @@ class ConfigReader:
         return self
 
 
+def check_multiple(name: str, value: int, of: str, divisor: int) -> None:
+    """Raise UserError unless the value of an entry is a multiple of another one's."""
+    if value % divisor:
+        raise UserError(f"{name} must be a multiple of {of}, got {value} and {divisor}")
+
+
 def positive(name: str, value: Any) -> float:
     """Return a positive finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -151,10 +151,9 @@ def _blocks(architecture: Architecture, stored: StoredLinear, parts: list[str], 
     """Return B of all linears, zero for those without an adapter."""
     widths, rank = _widths(architecture, stored), b[0].shape[1]
     whole = b[0].new_zeros(sum(widths), rank * len(parts))
-    columns = iter(whole.split(rank, 1))
-    for part, row_start, width in zip(stored.holds, _starts(widths), widths, strict=True):
-        if part in parts:
-            next(columns)[row_start : row_start + width] = b[parts.index(part)]
+    rows = dict(zip(stored.holds, whole.split(widths), strict=True))
+    for index, part in enumerate(parts):
+        rows[part][:, index * rank : (index + 1) * rank] = b[index]
     return whole
 
 
@@ -165,8 +164,8 @@ def _split(
     widths = _widths(architecture, stored)
     if b.shape != (sum(widths), len(a)):
         raise UserError(f"{name} must have the shape {(sum(widths), len(a))}, got {tuple(b.shape)}")
-    starts = dict(zip(stored.holds, _starts(widths), strict=True))
-    rows = [b[starts[part] :][: widths[stored.holds.index(part)]] for part in parts]
+    by_part = dict(zip(stored.holds, b.split(widths), strict=True))
+    rows = [by_part[part] for part in parts]
     if len(a) % len(parts) == 0:
         rank = len(a) // len(parts)
         columns = [each[:, i * rank : (i + 1) * rank] for i, each in enumerate(rows)]
@@ -175,7 +174,3 @@ def _split(
     if len(parts) < len(stored.holds):
         raise UserError(f"{name} is one adapter of {', '.join(stored.holds)}: target all of them")
     return [(a, each) for each in rows]
-
-
-def _starts(widths: list[int]) -> list[int]:
-    return [sum(widths[:index]) for index in range(len(widths))]
