@@ -1,10 +1,11 @@
 """The exceptions that the command line prints as one line, and helpers for their messages."""
 
+import contextlib
 import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
@@ -24,6 +25,15 @@ class UserError(Exception):
 
     def __init__(self, message: str):
         super().__init__(printable(message))
+
+
+@contextlib.contextmanager
+def naming(place: object, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Put the place before the message of an error of this kind; it becomes a UserError."""
+    try:
+        yield
+    except kind as error:
+        raise UserError(f"{place}: {error}") from error
 
 
 class RunError(RuntimeError):

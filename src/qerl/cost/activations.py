@@ -32,7 +32,7 @@ def saved_bytes_per_row(a: Architecture, form: ModelForm) -> float:
 
 
 def _saved_bytes(a: Architecture, form: ModelForm, spec: LayerSpec) -> float:
-    """Return those of one layer.
+    """Return the saved bytes of one layer, for each row.
 
     Saved in the compute dtype: inputs of products and swiglu, q, k and v, the attention output,
     inputs of norms after attention and MLP. Without the fused swiglu, gate, its activation and up are saved.

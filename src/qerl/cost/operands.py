@@ -70,8 +70,8 @@ def int8_bytes(a: Architecture, form: ModelForm, learn: LearnConfig, rows: int) 
     in_chunks = learn.gradient_checkpointing != "none" and form.is_chunked(a, rows)
 
     def of(x: LinearGroupSpec) -> int:
-        own = CHUNK_ROWS if in_chunks and x.name in ("gate_up", "down") else rows
-        return code_bytes(x.out_width, x.in_width) + row_code_bytes(own, x.out_width)
+        group_rows = CHUNK_ROWS if in_chunks and x.name in ("gate_up", "down") else rows
+        return code_bytes(x.out_width, x.in_width) + row_code_bytes(group_rows, x.out_width)
 
     return max(of(group) for group, _ in counted_groups(a))
 

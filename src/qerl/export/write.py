@@ -31,17 +31,17 @@ from qerl.models.checkpoint.source import base_name, locate
 from qerl.models.checkpoint.stored_names import language_config, stored_tensors
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.decoder import Decoder
+from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
 from qerl.models.peft.adapter import add_adapter, load_adapter, merged_expert, merged_weight
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
-from qerl.models.quantize.calibration import load_calibration
+from qerl.models.quantize.calibration import read_calibration
 from qerl.models.quantize.gptq import requantize
 from qerl.models.quantize.merge_note import make_note, write_note
 from qerl.models.transformers_backend.backend import backend_of
 
 _KINDS = {"nvfp4": NVFP4, "mxfp4": MXFP4}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def export(config: RunConfig, options: ExportOptions) -> None:
@@ -55,7 +55,7 @@ def export(config: RunConfig, options: ExportOptions) -> None:
         tokens = options.calibration_tokens
         write_four_bit(run, config, out, options.form, device=device, calibration_tokens=tokens)
     else:
-        write_merged(run, config, out, DTYPES[options.dtype])
+        write_merged(run, config, out, COMPUTE[options.dtype])
 
 
 def write_peft(run: Path, config: RunConfig, out: Path) -> None:
@@ -93,9 +93,8 @@ def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype = t
         hf_config = without_quantization(language_config(source.open().config))
         hf_writer.write_json(folder / "config.json", with_dtype(hf_config, dtype))
         hf_writer.write_tokenizer(folder, source)
-        if (
-            note := make_note(run, config.model, config.adapter, decoder, locate(str(folder)).open())
-        ) is not None:
+        note = make_note(run, config.model, config.adapter, decoder, locate(str(folder)).open())
+        if note is not None:
             write_note(folder, note)
 
 
@@ -103,27 +102,21 @@ def write_four_bit(
     run: Path, config: RunConfig, out: Path, format: str, *, device: torch.device, calibration_tokens: int
 ) -> None:
     if backend_of(config.model) == "transformers":
-        raise UserError(
-            f"{run}: transformers' code runs its model (model.backend); use --as merged or --as peft"
-        )
+        reason = "transformers' code runs its model (model.backend)"
+        raise UserError(f"{run}: {reason}; use --as merged or --as peft")
     decoder, source = load_fp32_policy(run, config, device), locate(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
-    rows = load_calibration(run, tokenizer, max_tokens=calibration_tokens, device=device)
-    notice = partial(print, f"{format}:", file=sys.stderr)
-    requantize(decoder, rows, notice=notice, kind=_KINDS[format])
+    samples = run / "samples.jsonl"
+    rows = read_calibration(samples, tokenizer, max_tokens=calibration_tokens, device=device)
+    requantize(decoder, rows, notice=partial(print, f"{format}:", file=sys.stderr), kind=_KINDS[format])
     write_packed(decoder, source, out, format=format)
 
 
 def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Decoder:
     """Load the run's model, in the run's format, with the adapter of its newest checkpoint."""
-    learned = latest_adapter(run / "checkpoints")
-    decoder = build_decoder(
-        locate(config.model.path).open(),
-        format=config.model.format,
-        compute=torch.float32,
-        device=device,
-        resident=False,
-    )
+    learned, checkpoint = latest_adapter(run / "checkpoints"), locate(config.model.path).open()
+    format = config.model.format
+    decoder = build_decoder(checkpoint, format=format, compute=torch.float32, device=device, resident=False)
     add_adapter(decoder, config.adapter, seed=config.seed)
     load_adapter(decoder, learned)
     return decoder

@@ -33,7 +33,7 @@ from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, layer_spec
-from qerl.models.linear import QuantLinear
+from qerl.models.linear import FrozenWeight, QuantLinear
 from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.lm_head import LMHead
 from qerl.models.mixture import ExpertLinear, MixtureMLP, Route, RowsByLayer
@@ -69,15 +69,6 @@ class RowContext(NamedTuple):
 RunLayer = Callable[["Layer", Tensor, RowContext, int, Attend], Tensor]
 
 
-class EmbeddingTable(nn.Module):
-    """One vector for each token: the embedding, or an untied head."""
-
-    def __init__(self, vocab_size: int, width: int, compute: torch.dtype, device: torch.device):
-        super().__init__()
-        self.weight: Tensor
-        self.register_buffer("weight", torch.empty(vocab_size, width, dtype=compute, device=device))
-
-
 class Attention(nn.Module):
     def __init__(
         self, arch: Architecture, spec: LayerSpec, kind: LayerKind, compute: torch.dtype, device: torch.device
@@ -94,9 +85,8 @@ class Attention(nn.Module):
         )
         self.q_proj, self.k_proj, *v_proj = linears_of(spec.qkv, compute, device)
         self.v_proj = v_proj[0] if v_proj else None
-        self._value_norm = (
-            (torch.ones(self.head_size, device=device), arch.norm_eps) if arch.value_norm else None
-        )
+        ones_H = torch.ones(self.head_size, device=device)
+        self._value_norm = (ones_H, arch.norm_eps) if arch.value_norm else None
         (self.o_proj,) = linears_of(spec.o, compute, device)
         self._norms_heads = arch.qk_norm_over == "head"
         if arch.qk_norm:
@@ -112,9 +102,8 @@ class Attention(nn.Module):
         q_TN, k_TK, *v_TK = project(x_TD, self.qkv_projs, context.linear_pass, gaps_are_free=True)
         gate_TN = None
         if self._is_gated:
-            q_TN, gate_TN = (
-                part.flatten(1) for part in q_TN.unflatten(1, (-1, 2 * self.head_size)).chunk(2, 2)
-            )
+            parts = q_TN.unflatten(1, (-1, 2 * self.head_size)).chunk(2, 2)
+            q_TN, gate_TN = (part.flatten(1) for part in parts)
         turn = None if self.rope == "none" else context.angles[self.rope]
         if v_TK and turn is not None and self._turns_plain_heads(turn):
             norms = self._head_norms
@@ -203,11 +192,11 @@ class Layer(nn.Module):
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
             router_x_TD = x_TD if plain_TD is None else plain_TD
-            given = x_TD, router_x_TD, layer_index, *routing, linear_pass
+            inputs = x_TD, router_x_TD, layer_index, *routing, linear_pass
             if norms.after_mlp is None and self._residual_scale == 1:
-                h_TD = mlp(*given, onto_TD=h_TD)
+                h_TD = mlp(*inputs, onto_TD=h_TD)
             else:
-                h_TD = self._add_normed(h_TD, mlp(*given), norms.after_mlp, noise_rows_T)
+                h_TD = self._add_normed(h_TD, mlp(*inputs), norms.after_mlp, noise_rows_T)
         else:
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
             y_TF = mlp(x_TD, linear_pass)
@@ -297,13 +286,14 @@ class Decoder(nn.Module):
     def __init__(self, architecture: Architecture, *, compute: torch.dtype, device: torch.device):
         super().__init__()
         arch = self.architecture = architecture
+        self.family, self.vocab_size, self.max_positions = arch.family, arch.vocab_size, arch.max_positions
         self.compute, self.device = compute, device
-        self.embed_tokens = EmbeddingTable(arch.vocab_size, arch.width, compute, device)
+        self.embed_tokens = FrozenWeight(arch.vocab_size, arch.width, dtype=compute, device=device)
         self.layers = nn.ModuleList(Layer(arch, i, compute, device) for i in range(arch.num_layers))
         self.norm = RMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
         table = self.embed_tokens
         if not arch.tied_head:
-            table = EmbeddingTable(arch.vocab_size, arch.width, compute, device)
+            table = FrozenWeight(arch.vocab_size, arch.width, dtype=compute, device=device)
         self.lm_head = LMHead(table.weight, scale=arch.logit_scale, softcap=arch.logit_softcap)
         # rounded, as the models that scale it were trained
         self.embedding_scale = torch.tensor(arch.embedding_scale, dtype=compute).item()
@@ -344,18 +334,6 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits, fp32 [T, V], without a gradient."""
         return self.lm_head.logits(hidden_TD)
-
-    @property
-    def family(self) -> str:
-        return self.architecture.family
-
-    @property
-    def vocab_size(self) -> int:
-        return self.architecture.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.architecture.max_positions
 
     def linears(self) -> Iterator[tuple[str, QuantLinear]]:
         """Yield every linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qerl.kernels.delta_net.gated_delta_net import DeltaInputs, DeltaShape, TreeSequences, mix_trees
+from qerl.kernels.delta_net.gated_delta_net import DeltaInputs, TreeSequences, mix_trees
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LayerSpec
-from qerl.models.linear import QuantLinear
+from qerl.models.linear import FrozenWeight, QuantLinear
 from qerl.models.linear_pass import PLAIN, LinearPass
+from qerl.models.mlp import linears_of
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project
 from qerl.types import Tree
@@ -35,15 +36,6 @@ def recur_over(trees: Sequence[Tree], device: torch.device | str) -> Recur:
     return lambda layer_index, inputs: mix_trees(inputs, sequences())
 
 
-class ConvWeight(nn.Module):
-    """Weights of the short convolution, [C, 1, W]."""
-
-    def __init__(self, shape: DeltaShape, device: torch.device):
-        super().__init__()
-        self.weight: Tensor
-        self.register_buffer("weight", torch.empty(shape.channels, 1, shape.num_taps, device=device))
-
-
 class GatedDeltaNet(nn.Module):
     def __init__(self, arch: Architecture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
         super().__init__()
@@ -51,11 +43,10 @@ class GatedDeltaNet(nn.Module):
         shape = self.shape = arch.delta
         self._is_by_head = arch.delta_projections == "by_head"
         self._inputs = [linear.short_name for linear in spec.qkv.linears]
-        for linear in (*spec.qkv.linears, *spec.o.linears):
-            widths = linear.in_width, linear.out_width
-            made = QuantLinear(*widths, has_bias=linear.has_bias, compute=compute, device=device)
-            self.add_module(linear.short_name, made)
-        self.conv1d = ConvWeight(shape, device)
+        for group in (spec.qkv, spec.o):
+            for x, linear in zip(group.linears, linears_of(group, compute, device), strict=True):
+                self.add_module(x.short_name, linear)
+        self.conv1d = FrozenWeight(shape.channels, 1, shape.num_taps, dtype=torch.float32, device=device)
         self.A_log: Tensor
         self.dt_bias: Tensor
         for name in ("A_log", "dt_bias"):

@@ -40,9 +40,8 @@ def choose_kernels(wanted: Kernels | Literal["auto"], device: torch.device) -> K
     if wanted == "hopper":
         require(best == "hopper", "engine.kernels is hopper, which needs a Hopper GPU; use auto")
     if wanted == "portable":
-        require(
-            best != "torch", "engine.kernels is portable, which needs an NVIDIA GPU from Ampere on; use auto"
-        )
+        needs = "an NVIDIA GPU from Ampere on"
+        require(best != "torch", f"engine.kernels is portable, which needs {needs}; use auto")
     return wanted
 
 

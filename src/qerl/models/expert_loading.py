@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
+from qerl.errors import naming
 from qerl.formats import BF16, INT8, MXFP4, NVFP4, PackedWeight
 from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.expert_names import expert_modules
@@ -34,7 +34,7 @@ def load_experts(
     rows: ExpertRows | None = None,
 ) -> None:
     """Load one stack of a layer, expert by expert, and its biases. encode: makes a weight in `format`. rows:
-    of the weights that go into tiles, where they fit."""
+    order of the rows in tiles, for weights that fit; None: no tiles."""
     at, x = f"model.layers.{layer_index}.", experts.spec
 
     def weight_of(expert: int) -> PackedWeight:
@@ -53,13 +53,11 @@ def expert_weight(
     if layout_of(checkpoint) is not None:
         if stored_weight(checkpoint, modules[0]) is None:
             return BF16.encode(read_expert(checkpoint, a, at, x, expert))
-        found = [fitting_weight(checkpoint, module, format) for module in modules]
-        if (joined := _joined([weight for weight in found if weight is not None], len(modules))) is not None:
+        weights = (fitting_weight(checkpoint, module, format) for module in modules)
+        if (joined := _joined([each for each in weights if each is not None], len(modules))) is not None:
             return joined
-    try:
+    with naming(f"{checkpoint.path}: {at}{x.name}, expert {expert}"):
         return encode(read_expert(checkpoint, a, at, x, expert))
-    except UserError as error:
-        raise UserError(f"{checkpoint.path}: {at}{x.name}, expert {expert}: {error}") from error
 
 
 def _joined(weights: list[PackedWeight], num: int) -> PackedWeight | None:
@@ -84,11 +82,10 @@ def read_expert(checkpoint: Checkpoint, a: Architecture, at: str, x: ExpertSpec,
     """Return one expert's float weight [N, K]."""
     assert a.mixture is not None
     one = slice(expert, expert + 1)
-    if a.mixture.stored == "stacked":
-        name = f"{at}{x.name}.weight"
-        return check_float(checkpoint, name, checkpoint.read_rows(name, one)[0])
-    if a.mixture.stored == "transposed":
-        name = at + x.name
-        return check_float(checkpoint, name, checkpoint.read_rows(name, one)[0]).T.contiguous()
+    if a.mixture.stored in ("stacked", "transposed"):
+        is_stacked = a.mixture.stored == "stacked"
+        name = f"{at}{x.name}{'.weight' * is_stacked}"
+        weight = check_float(checkpoint, name, checkpoint.read_rows(name, one)[0])
+        return weight if is_stacked else weight.T.contiguous()
     parts = [read_float(checkpoint, f"{at}{module}.weight") for module in expert_modules(a, x, expert)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

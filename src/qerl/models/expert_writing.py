@@ -53,16 +53,10 @@ def stack_tensors(
     a: Architecture, at: str, x: ExpertSpec, weights: Iterator[PackedWeight], suffixes: dict[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one stack, from each expert's weight in order."""
-    if a.mixture is not None and a.mixture.stored == "separate":
-        yield from _separate(a, at, x, weights, suffixes)
-    else:
-        stack = PackedStack.of(x.num_experts, weights)
-        yield from mxfp4_blocks.block_tensors(f"{at}{x.name}", **_block_parts(stack)).items()
-
-
-def _separate(
-    a: Architecture, at: str, x: ExpertSpec, weights: Iterator[PackedWeight], suffixes: dict[str, str]
-) -> Iterator[tuple[str, Tensor]]:
+    if a.mixture is None or a.mixture.stored != "separate":
+        parts = PackedStack.of(x.num_experts, weights).parts
+        yield from mxfp4_blocks.block_tensors(f"{at}{x.name}", parts["codes"], parts["scales"]).items()
+        return
     for expert, weight in enumerate(weights):
         modules = expert_modules(a, x, expert)
         step = x.out_width // len(modules)
@@ -73,19 +67,8 @@ def _separate(
             yield from ((f"{at}{module}.{suffix}", tensors[f].clone()) for f, suffix in suffixes.items())
 
 
-def _block_parts(stack: PackedStack) -> dict[str, Tensor]:
-    return {"codes_ENB": stack.parts["codes"], "scales_ENG": stack.parts["scales"]}
-
-
 def blocks_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config of gpt-oss with the quantization_config that its published checkpoints have."""
-    quantization = {
-        "quant_method": mxfp4_blocks.NAME,
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-    }
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": mxfp4_blocks.NAME, "modules_to_not_convert": plain}
     return config | {"quantization_config": quantization}

@@ -90,9 +90,8 @@ def _fuse_bf16(linears: Sequence[QuantLinear]) -> FusedBF16:
     num_rows = sum(len(operand) for operand in operands)
     whole = torch.empty(num_rows, row, dtype=operands[0].dtype, device=operands[0].device)
     whole[:, columns:].zero_()
-    for linear, operand, rows, rank in zip(
-        linears, operands, whole.split([len(operand) for operand in operands]), ranks, strict=True
-    ):
+    parts = whole.split([len(operand) for operand in operands])
+    for linear, operand, rows, rank in zip(linears, operands, parts, ranks, strict=True):
         is_resident = linear.is_resident
         linear.load_weight(BF16(rows[:, : linear.in_width].copy_(operand)))
         if is_resident:

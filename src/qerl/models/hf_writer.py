@@ -61,25 +61,21 @@ def write_shards(
         total_bytes += tensor.nbytes
     shards.append(_write_shard(folder, len(shards), pending))
     if len(shards) == 1:
-        (folder / _temporary_name(0)).rename(folder / "model.safetensors")
+        (folder / "shard-0").rename(folder / "model.safetensors")
         return
     weight_map = {}
     for index, names in enumerate(shards):
         file = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
-        (folder / _temporary_name(index)).rename(folder / file)
+        (folder / f"shard-{index}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     write_json(folder / INDEX_NAME, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, folder / _temporary_name(index), metadata={"format": "pt"})
-    (folder / _temporary_name(index)).chmod(0o644)  # safetensors lets only the owner read
+    file = folder / f"shard-{index}"  # its name while the number of shards is unknown
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors lets only the owner read
     return list(tensors)
-
-
-def _temporary_name(index: int) -> str:
-    """Return a shard's name while the number of shards is unknown."""
-    return f"shard-{index}"
 
 
 def write_tokenizer(folder: Path, source: ModelSource) -> None:

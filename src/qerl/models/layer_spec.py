@@ -22,6 +22,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
@@ -202,15 +203,10 @@ def _experts(a: Architecture) -> tuple[tuple[LinearGroupSpec, ...], tuple[Expert
     assert mixture is not None
     router = _group("router", "mlp", None, a.width, mixture.has_bias, {"router": mixture.num_experts})
     widths = {"gate_up_proj": (a.width, 2 * mixture.width), "down_proj": (mixture.width, a.width)}
+    shared: dict[str, Any] = {"num_experts": mixture.num_experts, "has_bias": mixture.has_bias}
     stacks = (
-        ExpertSpec(
-            name=f"mlp.experts.{name}",
-            num_experts=mixture.num_experts,
-            in_width=in_width,
-            out_width=out_width,
-            has_bias=mixture.has_bias,
-        )
-        for name, (in_width, out_width) in widths.items()
+        ExpertSpec(name=f"mlp.experts.{name}", in_width=k, out_width=n, **shared)
+        for name, (k, n) in widths.items()
     )
     return (dataclasses.replace(router, is_quantized=False),), tuple(stacks)
 
@@ -231,23 +227,17 @@ def _attention(a: Architecture, kind: LayerKind) -> _Mixer:
         is_over_head = a.qk_norm_over == "head"
         q_size, k_size = (heads.size, heads.size) if is_over_head else (q_width, kv_width)
         head_norms = {f"{block}.q_norm": q_size, f"{block}.k_norm": k_size}
+    values = None if a.value_norm else f"{block}.v_proj"
     return (
         _group("qkv", block, a.norms.before_attention, a.width, a.qkv_bias, qkv),
-        _group(
-            "o",
-            block,
-            None if a.value_norm else f"{block}.v_proj",
-            q_width,
-            a.output_bias,
-            {"o_proj": a.width},
-        ),
+        _group("o", block, values, q_width, a.output_bias, {"o_proj": a.width}),
         head_norms,
         {f"{block}.sinks": (a.num_heads,)} if a.attention_sinks else {},
     )
 
 
 def _delta_net(a: Architecture, kind: LayerKind) -> _Mixer:
-    """Return the same of Gated DeltaNet."""
+    """Return the same for Gated DeltaNet."""
     shape, block = a.delta, "linear_attn"
     assert shape is not None
     parts = {
@@ -258,16 +248,12 @@ def _delta_net(a: Architecture, kind: LayerKind) -> _Mixer:
     }
     if a.delta_projections == "by_head":
         parts = {"in_proj_qkvz": shape.channels + shape.value_width, "in_proj_ba": 2 * shape.num_value_heads}
-    other_shapes = {
-        f"{block}.conv1d.weight": (shape.channels, 1, shape.num_taps),
-        f"{block}.A_log": (shape.num_value_heads,),
-        f"{block}.dt_bias": (shape.num_value_heads,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {f"{block}.conv1d.weight": (shape.channels, 1, shape.num_taps)}
     return (
         _group("qkv", block, a.norms.before_attention, a.width, False, parts),
         _group("o", block, None, shape.value_width, False, {"out_proj": a.width}),
         {f"{block}.norm": shape.value_size},
-        other_shapes,
+        shapes | dict.fromkeys((f"{block}.A_log", f"{block}.dt_bias"), (shape.num_value_heads,)),
     )
 
 

@@ -22,6 +22,15 @@ from qerl.kernels.linear.lora_linear import Adapter, lora_linear
 from qerl.models.linear_pass import PLAIN, LinearPass, OperandCache
 
 
+class FrozenWeight(nn.Module):
+    """One frozen tensor: an embedding, an untied head, or the weights of a norm or a convolution."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight: Tensor
+        self.register_buffer("weight", torch.empty(shape, dtype=dtype, device=device))
+
+
 class OperandGroup(Protocol):
     """Weights of linears that read the same x, as one operand."""
 
@@ -76,18 +85,15 @@ class QuantLinear(nn.Module):
         """Keep the unpacked operand in addition to the weight: the same numbers, unpacked once."""
         self._operand = self.operand()
 
-    @property
-    def _operand_dtype(self) -> torch.dtype:
-        """fp32 for FP8Flow: in bf16 the product of code and scale would be rounded."""
-        return torch.float32 if isinstance(self.weight, FP8Flow) else self.compute
-
     def operand(self, operands: OperandCache | None = None) -> Tensor:
         """Return the matrix [N, K] to multiply by, in the compute dtype (FP8Flow: fp32), without alpha.
         operands: has it for further products, unless it is resident."""
         assert self.weight is not None, "no weight was loaded"
         if self._operand is not None:
             return self._operand
-        unpack = functools.partial(self.weight.operand, self._operand_dtype)
+        # In bf16 the product of FP8Flow's code and scale would be rounded.
+        dtype = torch.float32 if isinstance(self.weight, FP8Flow) else self.compute
+        unpack = functools.partial(self.weight.operand, dtype)
         return unpack() if operands is None else operands.of(self, unpack)
 
     @property

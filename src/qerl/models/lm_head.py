@@ -66,11 +66,13 @@ class LMHead(nn.Module):
         """Factor that the operand leaves out; `scale` is in it."""
         self._operand: Tensor | None = None
 
-    def pack(self, format: str) -> None:
-        """Convert the weight to this format; bf16 leaves it unchanged."""
+    def pack(self, format: str, packed: PackedWeight | None = None) -> None:
+        """Convert the weight to this format, or replace it by one that a checkpoint has in it; bf16 leaves
+        the weight unchanged."""
         if format != "bf16":
             assert self.weight is not None, "is packed already"
-            self.load_packed(_ENCODE[format](self.weight))
+            packed = _ENCODE[format](self.weight) if packed is None else packed.to(self.weight.device)
+            self.load_packed(packed)
 
     def load_packed(self, packed: PackedWeight) -> None:
         """Replace the full weight by one in FP8 or NVFP4."""
@@ -113,11 +115,9 @@ class LMHead(nn.Module):
         return logits_TV if self.softcap is None else cap_(logits_TV, self.softcap)
 
     def _uncapped(self, hidden_TD: Tensor) -> Tensor:
-        if self.packed is None:
+        if self.packed is None or self._operand is not None:
             logits_TV = product(hidden_TD, self.operand().T)
             return logits_TV if self.alpha == 1 else logits_TV.mul_(self.alpha)
-        if self._operand is not None:
-            return product(hidden_TD, self._operand.T).mul_(self.alpha)
         v, d = self.shape
         logits_TV = torch.empty(len(hidden_TD), v, device=hidden_TD.device)
         step = max(_CHUNK_WEIGHTS // d // _BLOCK_ROWS, 1) * _BLOCK_ROWS

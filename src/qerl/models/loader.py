@@ -3,8 +3,8 @@
     peak memory = the quantized model + one tensor of the checkpoint      tests/models/test_loader.py
 
 Names, shapes and the config are checked against each other before the first tensor is read. Tensors are read
-by name, so their order in the files does not matter. Where the decode kernels run, weights
-go into tiles: linears layer by layer (packed_linear.py), experts one by one (tiled_experts.py).
+by name, so their order in the files does not matter. Where the decode kernels run, weights go into tiles:
+linears layer by layer (packed_linear.py), experts one by one (tiled_experts.py).
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
+from qerl.errors import naming
 from qerl.formats import BF16, FORMATS, PackedWeight
-from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.encoding import SelectScales, default_scales, encode_group, encode_weight
 from qerl.models.checkpoint.source import Checkpoint, fitting_weight, layout_of, stored_weight
 from qerl.models.checkpoint.state_dict import (
@@ -30,7 +29,7 @@ from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
 from qerl.models.expert_loading import load_experts
 from qerl.models.layer_spec import check_dense
-from qerl.models.lm_head import LMHead, check_head
+from qerl.models.lm_head import check_head
 
 
 def build_decoder(
@@ -55,14 +54,16 @@ def build_decoder(
         check_dense(architecture, "model.format fp8-flow")
     shapes = tensor_shapes(architecture)
     check_tensors(checkpoint, shapes)
-    _check_head(str(checkpoint.path), head, architecture)
+    with naming(checkpoint.path):
+        check_head(head, architecture.vocab_size, architecture.width)
     decoder = Decoder(architecture, compute=compute, device=device)
     packed_head = fitting_weight(checkpoint, HEAD.removesuffix(".weight"), head) if head == "nvfp4" else None
     for name, buffer in decoder.named_buffers():
         hf_name = name if name == HEAD else f"model.{name}"
         if hf_name in shapes and not (name == HEAD and packed_head):
             buffer.copy_(read_float(checkpoint, hf_name))
-    _load_head(decoder.lm_head, packed_head, head)
+    # Before the linears, as the head's full weight needs memory.
+    decoder.lm_head.pack(head, packed_head)
     tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
     groups, plain = iter(linear_groups(architecture)), unquantized_linears(architecture)
 
@@ -74,12 +75,11 @@ def build_decoder(
         for linears in layer.linear_groups:
             names = next(groups)
             by_name = dict(zip(names, linears, strict=True))
-            own_format = "bf16" if names[0] in plain else format
-            for name, weight in _weights(checkpoint, names, own_format, device, scales):
+            group_format = "bf16" if names[0] in plain else format
+            for name, weight in _weights(checkpoint, names, group_format, device, scales):
                 by_name[name].load_weight(weight)
         for experts, rows in zip(layer.experts, layer.expert_rows, strict=True):
-            in_tiles = rows if tiled else None
-            load_experts(experts, checkpoint, architecture, index, format, encode, in_tiles)
+            load_experts(experts, checkpoint, architecture, index, format, encode, rows if tiled else None)
         if tiled:
             layer.tile()
     if resident:
@@ -87,22 +87,6 @@ def build_decoder(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # blocks that held only what was read and packed
     return decoder
-
-
-def _check_head(path: str, format: str, architecture: Architecture) -> None:
-    try:
-        check_head(format, architecture.vocab_size, architecture.width)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
-def _load_head(head: LMHead, packed: PackedWeight | None, format: str) -> None:
-    """Load the head before the linears, as its full weight needs memory; `packed` is that of a checkpoint."""
-    if packed is None:
-        head.pack(format)
-    else:
-        assert head.weight is not None
-        head.load_packed(packed.to(head.weight.device))
 
 
 def _weights(

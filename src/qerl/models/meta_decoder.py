@@ -21,10 +21,10 @@ from qerl.models.decoder import Decoder, Layer
 from qerl.models.delta_net import GatedDeltaNet
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import LMHead, packed_width
-from qerl.models.mixture import ExpertLinear, MixtureMLP
+from qerl.models.mixture import ExpertLinear
 from qerl.models.packed_linear import KINDS, PackedGroup, PackedNVFP4
 from qerl.models.peft.adapter import add_adapter
-from qerl.models.tiled_experts import ExpertRows, TiledStack, rows_of_gate_up
+from qerl.models.tiled_experts import ExpertRows, TiledStack
 
 _META = torch.device("meta")
 _LAYOUTS = {
@@ -49,15 +49,14 @@ def meta_decoder(
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
         for group, linears in zip(layer.spec.groups, layer.linear_groups, strict=True):
-            own = format if group.is_quantized else "bf16"
+            group_format = format if group.is_quantized else "bf16"
             if isinstance(layer.mixer, GatedDeltaNet) and group.name == "qkv":
                 _fill(layer.mixer.gate_projs, "bf16", UnpackRows.ALL)
                 linears = layer.mixer.wide_projs
-            _fill(linears, own, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
-        if isinstance(layer.mlp, MixtureMLP) and format in ("nvfp4", "mxfp4"):
-            gate_up, down = layer.mlp.stacks
-            _fill_experts(gate_up, rows_of_gate_up(layer.mlp.mixture.is_interleaved))
-            _fill_experts(down, ExpertRows.PLAIN)
+            _fill(linears, group_format, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
+        if format in ("nvfp4", "mxfp4"):
+            for experts, rows in zip(layer.experts, layer.expert_rows, strict=True):
+                _fill_experts(experts, rows)
     add_adapter(decoder, adapter, seed=0)
     return decoder
 

@@ -28,6 +28,7 @@ from qerl.models.architecture import Architecture, Mixture
 from qerl.models.layer_spec import ExpertSpec, LayerSpec
 from qerl.models.linear import QuantLinear
 from qerl.models.linear_pass import PLAIN, LinearPass
+from qerl.models.mlp import linears_of
 
 Route = Callable[[int, Tensor], Tensor]
 """Function (layer_index, the router's own ids_TK) -> ids_TK that are used."""
@@ -140,14 +141,10 @@ class Experts(nn.Module):
         if mixture.is_interleaved and alpha is not None:
             return clamped_swiglu_pairs(gate_up_SF, alpha=alpha, limit=limit)
         if mixture.is_interleaved:
-            gate_SF, up_SF = gate_up_SF.unflatten(1, (-1, 2)).unbind(2)
-        elif alpha is None:
-            return swiglu_halves(gate_up_SF)
-        else:
-            gate_SF, up_SF = gate_up_SF.chunk(2, 1)
+            return swiglu(*gate_up_SF.unflatten(1, (-1, 2)).unbind(2))
         if alpha is None:
-            return swiglu(gate_SF, up_SF)
-        return clamped_swiglu(gate_SF, up_SF, alpha=alpha, limit=limit)
+            return swiglu_halves(gate_up_SF)
+        return clamped_swiglu(*gate_up_SF.chunk(2, 1), alpha=alpha, limit=limit)
 
 
 class MixtureMLP(nn.Module):
@@ -155,10 +152,7 @@ class MixtureMLP(nn.Module):
         super().__init__()
         assert arch.mixture is not None
         mixture = self.mixture = arch.mixture
-        (router,) = spec.mlp[0].linears
-        self.router = QuantLinear(
-            router.in_width, router.out_width, has_bias=router.has_bias, compute=torch.float32, device=device
-        )
+        (self.router,) = linears_of(spec.mlp[0], torch.float32, device)
         self.experts = Experts(mixture, spec, compute, device)
         self.reads_noise = True
         """False: the router reads the norm without AQN's noise."""

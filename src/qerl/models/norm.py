@@ -4,17 +4,16 @@ The norms that AQN adds noise to are in `aqn/noised_norm.py`. Weights are frozen
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qerl.kernels.pointwise.rms_norm import rms_norm
+from qerl.models.linear import FrozenWeight
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(FrozenWeight):
     def __init__(self, width: int, eps: float, *, compute: torch.dtype, device: torch.device):
-        super().__init__()
+        super().__init__(width, dtype=torch.float32, device=device)
         self.eps, self.compute = eps, compute
-        self.weight: Tensor
-        self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
 
     def normed(self, y_TD: Tensor, noise_rows_T: Tensor | None = None) -> Tensor:
         """Return the norm as a NoisedRMSNorm does; there is no noise."""

@@ -21,7 +21,6 @@ block of 32 is stored twice (0.5625 bytes a weight for 0.53). An operand include
 powers of two. A weight with smaller scales in a row stays as it is.
 """
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -139,8 +138,12 @@ class PackedTiles(PackedWeight):
     def encode(cls, weight_NK: Tensor) -> Self:
         return cls(tile_group([FORMATS[cls.name].encode(weight_NK)], UnpackRows.ALL), 0)
 
-    @abc.abstractmethod
-    def to(self, device: torch.device | str) -> Self: ...
+    def to(self, device: torch.device | str) -> Self:
+        return type(self)(tile_group([self.plain().to(device)], UnpackRows.ALL), 0)
+
+    def plain(self) -> PackedWeight:
+        """Return the weight in its own format."""
+        raise NotImplementedError
 
 
 class PackedNVFP4(PackedTiles):
@@ -150,20 +153,13 @@ class PackedNVFP4(PackedTiles):
     def alpha(self) -> Tensor:
         return self.group.scales[self.index].reciprocal().squeeze(0)
 
-    def to(self, device: torch.device | str) -> Self:
-        return type(self)(tile_group([self.plain().to(device)], UnpackRows.ALL), 0)
-
     def plain(self) -> NVFP4:
-        """Return the weight in its own format."""
         codes, scales = tile_unpack.plain(*self.group.part(self.index))
         return NVFP4(codes, scales, self.group.scales[self.index])
 
 
 class PackedMXFP4(PackedTiles):
     name: ClassVar[str] = MXFP4.name
-
-    def to(self, device: torch.device | str) -> Self:
-        return type(self)(tile_group([self.plain().to(device)], UnpackRows.ALL), 0)
 
     def plain(self) -> MXFP4:
         """Return the weight; a block of zeros gets the smallest scale."""
@@ -246,9 +242,7 @@ def tile_group(weights: Sequence[PackedWeight], rows: UnpackRows) -> PackedGroup
                 _put(tiles, first + start, weight.codes(some), weight.scales(some), layout)
             first += n
     factors = [w.factors.expand(n) for w, n in zip(parts, widths, strict=True)]
-    factors_N = (
-        torch.cat(factors) if rows is UnpackRows.ALL else _alternating(*(f[:, None] for f in factors))[:, 0]
-    )
+    factors_N = torch.cat(factors) if rows is UnpackRows.ALL else _alternating(*factors)
     return PackedGroup(tiles, factors_N.contiguous(), tuple(w.scale for w in parts), widths, rows, layout)
 
 
@@ -272,7 +266,7 @@ def tile_linears(linears: Sequence[QuantLinear], rows: UnpackRows) -> bool:
     if not can_tile(weights, rows):
         return False
     group = tile_group([weight for weight in weights if weight is not None], rows)
-    kind = next(kind for own, kind in KINDS.items() if isinstance(weights[0], own))
+    kind = next(kind for plain, kind in KINDS.items() if isinstance(weights[0], plain))
     for index, linear in enumerate(linears):
         linear.load_weight(kind(group, index))
     return True
@@ -310,7 +304,7 @@ def project(
 def project_swiglu(
     x_TK: Tensor, gate_up: Sequence[QuantLinear], linear_pass: LinearPass = PLAIN, *, room: int
 ) -> Tensor:
-    """Return silu(gate) * up, on a GPU with room for so many columns behind each row; x is as for `project`
+    """Return silu(gate) * up, on a GPU with room for this many columns behind each row; x is as for `project`
     with gaps_are_free."""
     fused = _fused(x_TK, gate_up, linear_pass)
     if fused is None:

@@ -5,6 +5,7 @@ write_packed       writes a decoder whose linears are in NVFP4 or MXFP4
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qerl.errors import UserError
-from qerl.formats import FORMATS, PackedWeight
+from qerl.formats import FORMATS
 from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.encoding import SelectScales, default_scales, encode_group, encode_weight
 from qerl.models.checkpoint.expert_names import expert_names
@@ -91,15 +92,12 @@ def _quantized_tensors(
         if name not in weights:
             tensor = read_float(checkpoint, name)
             yield name, tensor.bfloat16() if is_gguf and tensor.dim() > 1 else tensor
+    kind = FORMATS[layout.format]
     for group in groups:
-        device = torch.device("cpu")
-        for linear, weight in encode_group(checkpoint, group, FORMATS[layout.format], device, scales):
+        for linear, weight in encode_group(checkpoint, group, kind, torch.device("cpu"), scales):
             tensors = weight.tensors()
             yield from ((f"{linear}.{suffix}", tensors[field]) for field, suffix in layout.suffixes.items())
-
-    def encode(weight_NK: Tensor) -> PackedWeight:
-        return encode_weight(weight_NK, FORMATS[layout.format], scales)
-
+    encode = partial(encode_weight, kind=kind, scales=scales)
     yield from expert_tensors(checkpoint, architecture, layout.format, layout.suffixes, encode)
 
 
@@ -171,5 +169,5 @@ def other_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 def with_dtype(hf_config: dict, dtype: torch.dtype) -> dict:
     """Set torch_dtype, which transformers 4 and 5 both read."""
-    kept = {key: value for key, value in hf_config.items() if key != "dtype"}
-    return kept | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    others = {key: value for key, value in hf_config.items() if key != "dtype"}
+    return others | {"torch_dtype": str(dtype).removeprefix("torch.")}

@@ -1,5 +1,5 @@
-"""Declare what adapters, learner and engines need of a model, whoever's code runs it: ours (decoder.py) or
-transformers' (transformers_model.py)."""
+"""Declare what adapters, learner and engines need of a model: our decoder (decoder.py), or a model that
+transformers' code runs (transformers_model.py)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -20,25 +20,17 @@ class PolicyModel(Protocol):
     notices: Sequence[str]
     """Lines for the user about how the model was loaded."""
     name_prefix: str
-    """Prefix that a linear's name lacks of its name in transformers' model: "model." or nothing."""
+    """Prefix of a linear's name in transformers' model: "model." or nothing."""
+    family: str
+    """Name of transformers' class."""
+    vocab_size: int
+    """Rows of the head: logits of a token."""
+    max_positions: int
 
     @property
     def architecture(self) -> Architecture | None:
         """The description of our own decoder; None if transformers' code runs the model."""
         ...
-
-    @property
-    def family(self) -> str:
-        """Name of transformers' class."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the head: logits of a token."""
-        ...
-
-    @property
-    def max_positions(self) -> int: ...
 
     @property
     def num_bytes(self) -> int:

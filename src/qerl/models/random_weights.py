@@ -10,11 +10,11 @@ packed into tiles one by one where the decode kernels run (packed_linear.py), so
 one GPU of 80 GB. SHAPES are from the instruction models' config.json.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,29 +54,32 @@ def _shape(
     head_size: int | None = None,
     norm_eps: float = 1e-6,
     max_positions: int = 32_768,
-    tied_head: bool = False,
     llama3_factor: float | None = None,
+    **parts: Any,
 ) -> Architecture:
     rope = Rope(kind="default", theta=theta, original_positions=max_positions)
     if llama3_factor is not None:
         rope = Rope(kind="llama3", theta=theta, factor=llama3_factor, original_positions=8192)
+    fields: dict[str, Any] = {
+        "head_size": head_size or width // num_heads,
+        "rope": rope,
+        "qkv_bias": family == "Qwen2ForCausalLM",
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": family.startswith("Qwen3"),
+        "tied_head": False,
+    }
     return Architecture(
         family=family,
         num_layers=num_layers,
         width=width,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_size=head_size or width // num_heads,
         ff_width=ff_width,
         vocab_size=vocab_size,
         norm_eps=norm_eps,
-        rope=rope,
         max_positions=max_positions,
-        qkv_bias=family == "Qwen2ForCausalLM",
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=family == "Qwen3ForCausalLM",
-        tied_head=tied_head,
+        **fields | parts,
     )
 
 
@@ -86,7 +89,8 @@ _llama3 = partial(_llama, vocab_size=128_256, theta=5e5, max_positions=131_072)
 _mistral = partial(_shape, "MistralForCausalLM", head_size=128, norm_eps=1e-5)
 _qwen2 = partial(_shape, "Qwen2ForCausalLM", vocab_size=152_064)
 _small_qwen2 = partial(_qwen2, vocab_size=151_936, tied_head=True)
-_qwen3 = partial(_shape, "Qwen3ForCausalLM", vocab_size=151_936, head_size=128, max_positions=40_960)
+_qwen3_sizes = {"vocab_size": 151_936, "head_size": 128, "max_positions": 40_960}
+_qwen3 = partial(_shape, "Qwen3ForCausalLM", **_qwen3_sizes)
 SHAPES = {  # layers, width, heads, key/value heads, width of the MLP
     "smollm2-135m": _smollm2(30, 576, 9, 3, 1536, theta=1e5),
     "smollm2-360m": _smollm2(32, 960, 15, 5, 2560, theta=1e5),
@@ -115,18 +119,6 @@ SHAPES = {  # layers, width, heads, key/value heads, width of the MLP
 
 def _gpt_oss(num_layers: int, num_experts: int) -> Architecture:
     """Experts in MXFP4 blocks, all else in BF16, as published."""
-    plain = _shape(
-        "GptOssForCausalLM",
-        num_layers,
-        2880,
-        64,
-        8,
-        2880,
-        head_size=64,
-        vocab_size=201_088,
-        norm_eps=1e-5,
-        max_positions=131_072,
-    )
     mixture = Mixture(
         num_experts=num_experts,
         num_chosen=4,
@@ -139,48 +131,36 @@ def _gpt_oss(num_layers: int, num_experts: int) -> Architecture:
     )
     window = LayerKind(window=128, mlp="experts"), LayerKind(mlp="experts")
     yarn = Rope(kind="yarn", theta=150_000.0, factor=32.0, original_positions=4096, is_truncated=False)
-    return dataclasses.replace(
-        plain,
-        rope=yarn,
-        qkv_bias=True,
-        output_bias=True,
-        attention_sinks=True,
-        layer_kinds=window * (num_layers // 2),
-        mixture=mixture,
-    )
+    parts = {"qkv_bias": True, "output_bias": True, "attention_sinks": True, "mixture": mixture}
+    parts |= {"rope": yarn, "layer_kinds": window * (num_layers // 2)}
+    sizes = {"head_size": 64, "vocab_size": 201_088, "max_positions": 131_072}
+    return _shape("GptOssForCausalLM", num_layers, 2880, 64, 8, 2880, norm_eps=1e-5, **sizes, **parts)
 
 
 def _qwen3_moe(
     num_layers: int, width: int, num_heads: int, num_kv_heads: int, expert_width: int
 ) -> Architecture:
-    plain = _qwen3(num_layers, width, num_heads, num_kv_heads, 3 * width)
     mixture = Mixture(
         num_experts=128, num_chosen=8, width=expert_width, softmax_over="chosen", stored="separate"
     )
-    return dataclasses.replace(
-        plain,
-        family="Qwen3MoeForCausalLM",
-        layer_kinds=(LayerKind(mlp="experts"),) * num_layers,
-        mixture=mixture,
-    )
+    parts = {"layer_kinds": (LayerKind(mlp="experts"),) * num_layers, "mixture": mixture, **_qwen3_sizes}
+    return _shape("Qwen3MoeForCausalLM", num_layers, width, num_heads, num_kv_heads, 3 * width, **parts)
 
 
 def _qwen3_5(
     num_layers: int, width: int, num_heads: int, num_kv_heads: int, ff_width: int, num_value_heads: int
 ) -> Architecture:
     """Every fourth layer has gated attention, the others Gated DeltaNet."""
-    plain = _qwen3(num_layers, width, num_heads, num_kv_heads, ff_width, theta=1e7)
     delta = DeltaShape(
         num_key_heads=16, num_value_heads=num_value_heads, key_size=128, value_size=128, num_taps=4
     )
-    return dataclasses.replace(
-        plain,
-        family="Qwen3_5ForCausalLM",
+    return _shape(
+        "Qwen3_5ForCausalLM",
+        *(num_layers, width, num_heads, num_kv_heads, ff_width),
+        theta=1e7,
         head_size=256,
         vocab_size=248_320,
         max_positions=262_144,
-        rope=dataclasses.replace(plain.rope, original_positions=262_144),
-        qk_norm=True,
         rotary_size=64,
         attention_gate=True,
         norm_offset=1.0,
@@ -204,8 +184,8 @@ def shape_of_hub_id(name: str) -> str | None:
     owner, slash, model = name.lower().partition("/")
     if not slash or owner not in _PUBLISHERS:
         return None
-    found = _VARIANT.sub("", model.removeprefix("meta-"))
-    return found if found in SHAPES else None
+    shape_name = _VARIANT.sub("", model.removeprefix("meta-"))
+    return shape_name if shape_name in SHAPES else None
 
 
 def shape(name: str) -> Architecture:
@@ -248,7 +228,7 @@ def random_decoder(
         _fill_layer(layer, format, rank, is_tiled, magnitude(architecture.rope), rng)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # blocks that held only what was packed, before adapters split them
-    for _, experts in decoder.expert_linears():
+    for _, experts in decoder.expert_linears() if expert_rank else ():
         _add_expert_adapter(experts, expert_rank, rng)
     return decoder
 
@@ -268,9 +248,8 @@ def random_mxfp4(n: int, k: int, rng: torch.Generator) -> MXFP4:
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=rng.device, generator=rng)
     mean_square = 1 / (_CODE_MEAN_SQUARE * k)
     exponent = math.floor(math.log2(mean_square) / 2)
-    share = (
-        mean_square / 4.0**exponent - 1
-    ) / 3  # of blocks with twice the scale, whose squares are four times
+    # The share of blocks with twice the scale, whose squares are four times.
+    share = (mean_square / 4.0**exponent - 1) / 3
     is_upper = torch.rand(n, k // 32, device=rng.device, generator=rng) < share
     return MXFP4(codes, is_upper.to(torch.uint8) + (exponent + 127))
 
@@ -296,8 +275,8 @@ def _fill_layer(
     """Fill all but the norms and the experts' adapters. turn: factor of rotated queries and keys."""
     for group, linears in zip(layer.spec.groups, layer.linear_groups, strict=True):
         for linear in linears:
-            own_format = format if group.is_quantized else "bf16"
-            _fill(linear, own_format, None if group.name == "router" else rank, rng)
+            group_format = format if group.is_quantized else "bf16"
+            _fill(linear, group_format, None if group.name == "router" else rank, rng)
     for experts, rows in zip(layer.experts, layer.expert_rows, strict=True):
         _fill_experts(experts, format, rows if is_tiled else None, rng)
     _fill_mixer(layer.mixer, rng)
@@ -333,18 +312,14 @@ def _fill_mixer(mixer: Attention | GatedDeltaNet, rng: torch.Generator) -> None:
 
 def _fill_experts(experts: ExpertLinear, format: str, rows: ExpertRows | None, rng: torch.Generator) -> None:
     """Make the stack expert by expert, in tiles if their rows are given."""
-    x = experts.spec
-    experts.load_weight(
-        stacked(x.num_experts, lambda _: _WEIGHTS[format](x.out_width, x.in_width, rng), rows)
-    )
+    x, make = experts.spec, _WEIGHTS[format]
+    experts.load_weight(stacked(x.num_experts, lambda _: make(x.out_width, x.in_width, rng), rows))
     if experts.bias is not None:
         experts.bias.normal_(0, _STD, generator=rng)
 
 
 def _add_expert_adapter(experts: ExpertLinear, rank: int, rng: torch.Generator) -> None:
-    """Add an adapter to each expert of the stack; rank 0: none."""
-    if not rank:
-        return
+    """Add an adapter to each expert of the stack."""
     x = experts.spec
     bound, shape = 1 / math.sqrt(x.in_width), (x.num_experts, rank, x.in_width)
     a_ERK = torch.empty(shape, device=rng.device).uniform_(-bound, bound, generator=rng)

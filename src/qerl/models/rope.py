@@ -34,8 +34,8 @@ def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
         return f / rope.factor
     if rope.kind == "llama3":
         turns = rope.original_positions * f / (2 * math.pi)  # within the original sequence
-        kept = (turns - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
-        return _interpolate(f, rope.factor, kept.clamp(0, 1))
+        share = (turns - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
+        return _interpolate(f, rope.factor, share.clamp(0, 1))
     if rope.kind == "yarn":
         first, last = (_dimension(rope, head_size, turns) for turns in (rope.beta_fast, rope.beta_slow))
         if rope.is_truncated:
@@ -49,9 +49,9 @@ def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
     return f
 
 
-def _interpolate(f: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """Interpolate: f where kept is 1, f / factor where it is 0."""
-    return f * kept + f / factor * (1 - kept)
+def _interpolate(f: Tensor, factor: float, share: Tensor) -> Tensor:
+    """Return f where the share of it is 1, f / factor where it is 0, a weighted mean between."""
+    return f * share + f / factor * (1 - share)
 
 
 def _dimension(rope: Rope, head_size: int, turns: float) -> float:
@@ -107,13 +107,13 @@ def rotate_heads(x_TNH: Tensor, angles: Angles, *, is_interleaved: bool) -> Tens
     size = cosine.shape[-1]
     if size == x_TNH.shape[-1] and not is_interleaved:
         return rotate(x_TNH, cosine, sine)
-    turned, kept = x_TNH[..., :size], x_TNH[..., size:]
+    turned, rest = x_TNH[..., :size], x_TNH[..., size:]
     if is_interleaved:
         halves = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         turned = rotate(halves, cosine, sine).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     else:
         turned = rotate(turned, cosine, sine)
-    return torch.cat((turned, kept), -1)
+    return torch.cat((turned, rest), -1)
 
 
 def rotate_both(

@@ -49,17 +49,17 @@ def _rotated(
     def weight() -> Weight:
         return operand(torch.bfloat16, False) if tiles is None else tiles
 
-    first, found = linears[0], None
+    first, operand_or_tiles = linears[0], None
     of_group, rotation = first.rotations.get(along_k, (None, None))
     if rotation is None or of_group is not group:
-        found = weight()
-        alphas = [torch.as_tensor(x.alpha, dtype=torch.float32, device=found.device) for x in linears]
+        operand_or_tiles = w = weight()
+        alphas = (torch.as_tensor(x.alpha, dtype=torch.float32, device=w.device) for x in linears)
         factors = [alpha.expand(x.out_width) for alpha, x in zip(alphas, linears, strict=True)]
-        rotation = Rotation.of(found, torch.cat(factors), along_k=along_k)
+        rotation = Rotation.of(w, torch.cat(factors), along_k=along_k)
         first.rotations[along_k] = group, rotation
 
     def codes() -> Tensor:
-        return rotation.codes(weight() if found is None else found)
+        return rotation.codes(weight() if operand_or_tiles is None else operand_or_tiles)
 
     if unpacked is None or not unpacked.is_held:
         return RotatedWeight(codes(), rotation)

@@ -15,8 +15,8 @@ from qerl.kernels.tiles import nvfp4_decode
 from qerl.kernels.tiles.nvfp4_tile import TILE_K
 from qerl.kernels.tiles.tile_layout import MAX_FP8_SCALE, TileLayout
 
-_MOST_BINADES, _LEAST_BINADES = 8, 9  # E4M3 has the powers of two from 2^-9 to 2^8
-_LEAST_EXPONENT, _MOST_EXPONENT = 32, 222  # of MXFP4's scales, biased: factors stay normal fp32 numbers
+_BINADES_ABOVE_1, _BINADES_BELOW_1 = 8, 9  # E4M3 has the powers of two from 2^-9 to 2^8
+_MIN_EXPONENT, _MAX_EXPONENT = 32, 222  # of MXFP4's scales, biased: factors stay normal fp32 numbers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class TileParts:
 
 
 def fits_tiles(weight: PackedWeight | None) -> bool:
-    """True if a weight of this format, in whatever shape, can be stored in tiles and keeps its values."""
+    """True if tiles can store the values of a weight of this format; its shape does not matter."""
     if isinstance(weight, MXFP4):
         return _fits_rows(weight)
     if type(weight) is FP8:  # not FP8Flow, whose products are of codes
@@ -101,8 +101,8 @@ def exponents(powers: Tensor) -> Tensor:
 def _row_alpha(weight: MXFP4) -> Tensor:
     """Return fp32 [N]: each row's largest scale / 2^8, the largest power of two in E4M3."""
     used = weight.scales.int() * _is_used(weight, slice(None))
-    largest = used.amax(1).clamp(min=_LEAST_EXPONENT)
-    return torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - 127 - _MOST_BINADES)
+    largest = used.amax(1).clamp(min=_MIN_EXPONENT)
+    return torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - 127 - _BINADES_ABOVE_1)
 
 
 def _is_used(weight: MXFP4, rows: slice) -> Tensor:
@@ -114,7 +114,7 @@ def _fits_rows(weight: MXFP4) -> bool:
     """True if the scales of each row are within the binades of E4M3."""
     used = _is_used(weight, slice(None))
     largest = (weight.scales.int() * used).amax(1)
-    least = weight.scales.int().masked_fill(~used, 255).amin(1)
-    is_wide = (largest - least > _MOST_BINADES + _LEAST_BINADES) | (largest > _MOST_EXPONENT)
-    is_wide |= (least < _LEAST_EXPONENT) & (least < 255)
+    smallest = weight.scales.int().masked_fill(~used, 255).amin(1)
+    is_wide = (largest - smallest > _BINADES_ABOVE_1 + _BINADES_BELOW_1) | (largest > _MAX_EXPONENT)
+    is_wide |= smallest < _MIN_EXPONENT
     return not bool(is_wide.any())

@@ -41,6 +41,10 @@ class ExpertRows(enum.Enum):
             return (x_N,)
         return tuple(x_N.chunk(2)) if self is ExpertRows.GATE_UP else (x_N[::2], x_N[1::2])
 
+    @property
+    def in_tiles(self) -> UnpackRows:
+        return UnpackRows.ALL if self is ExpertRows.PLAIN else UnpackRows.GATE_UP
+
     def join(self, parts: tuple[Tensor, ...]) -> Tensor:
         """Invert `split`."""
         if self is ExpertRows.ALTERNATING:
@@ -79,8 +83,7 @@ class TiledExpert(PackedWeight):
 
     def operand(self, dtype: torch.dtype) -> Tensor:
         if self.rows is not ExpertRows.ALTERNATING:
-            rows = UnpackRows.ALL if self.rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
-            return tile_unpack.unpack(self.tiles, rows, dtype)
+            return tile_unpack.unpack(self.tiles, self.rows.in_tiles, dtype)
         n, k = self.shape
         out_F2K = torch.empty(n // 2, 2, k, dtype=dtype, device=self.tiles.device)
         for place, rows in enumerate((UnpackRows.GATE, UnpackRows.UP)):
@@ -123,9 +126,7 @@ class TiledStack(WeightStack):
                 to = out.view(-1, 2, k)[:, place]
                 tile_unpack.unpack(tiles, rows, out.dtype, out=to, **settings)
         else:
-            rows = UnpackRows.ALL if self.rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
-            to = out.view(-1, k)
-            tile_unpack.unpack(tiles, rows, out.dtype, out=to, **settings)
+            tile_unpack.unpack(tiles, self.rows.in_tiles, out.dtype, out=out.view(-1, k), **settings)
 
 
 def tile_experts(experts: ExpertLinear, rows: ExpertRows) -> bool:
@@ -160,13 +161,12 @@ def tiled_stack(num: int, weight_of: Callable[[int], PackedWeight], rows: Expert
     num_scales = n if isinstance(first, MXFP4) else 1
     tiles = torch.empty(num, n // TILE_ROWS, k // TILE_K, TILE_BYTES, dtype=torch.uint8, device=device)
     factors_EN, scales = (torch.empty(num, width, device=device) for width in (n, num_scales))
-    packed_rows = UnpackRows.ALL if rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
     for index in range(num):
         weight = first if index == 0 else weight_of(index)
         parts = _split(weight, rows)
-        if type(weight) is not type(first) or not can_tile(parts, packed_rows):
+        if type(weight) is not type(first) or not can_tile(parts, rows.in_tiles):
             return None
-        group = tile_group(parts, packed_rows)
+        group = tile_group(parts, rows.in_tiles)
         tiles[index], factors_EN[index] = group.tiles, group.factors_N
         scales[index] = group.scales[0] if isinstance(weight, NVFP4) else rows.join(group.scales)
     return TiledStack(tiles, factors_EN, scales, rows)

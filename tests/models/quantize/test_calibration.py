@@ -9,7 +9,7 @@ from qerl.errors import UserError
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.loader import build_decoder
-from qerl.models.quantize.calibration import load_calibration
+from qerl.models.quantize.calibration import read_calibration
 from stored_samples import checked_line
 
 CPU = torch.device("cpu")
@@ -25,7 +25,8 @@ def run(tmp_path):
 
 
 def rows_of(run, max_tokens):
-    return load_calibration(run, load_tokenizer(str(run)), max_tokens=max_tokens, device=CPU)
+    samples = run / "samples.jsonl"
+    return read_calibration(samples, load_tokenizer(str(run)), max_tokens=max_tokens, device=CPU)
 
 
 def test_the_newest_prompts_come_first_each_once_with_its_different_samples(run):

@@ -93,7 +93,7 @@ def test_with_a_note_the_line_tells_what_is_kept():
     )
     assert describe(error_of(0.2), "nvfp4", note_of(), "").startswith("warning: nvfp4 keeps 75% of what")
     assert describe(error_of(1.2), "nvfp4", note_of(), "").startswith("warning: nvfp4 keeps 0% of what")
-    assert note_of(base_kl=0.0).kept(0.3) == 1.0  # nothing was learned
+    assert note_of(base_kl=0.0).kept_share(0.3) == 1.0  # nothing was learned
 
 
 def test_a_note_is_measured_on_its_own_tokens(tmp_path):

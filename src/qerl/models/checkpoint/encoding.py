@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
+from qerl.errors import naming
 from qerl.formats import NVFP4, PackedWeight
 from qerl.models.checkpoint.source import Checkpoint
 from qerl.models.checkpoint.state_dict import read_float
@@ -34,23 +34,14 @@ def encode_group(
     """Yield a group's linears with their encoded weights; one float weight is in memory at a time."""
     weights = (read_float(checkpoint, f"{linear}.weight") for linear in group)
     largest = _shared_largest(weights, kind, len(group))
+
+    def encoded(name: str) -> PackedWeight:
+        weight_NK = read_float(checkpoint, name).to(device)
+        with naming(f"{checkpoint.path}: {name}"):
+            return encode_weight(weight_NK, kind, scales, largest)
+
     for linear in group:
-        yield linear, _read_and_encode(checkpoint, f"{linear}.weight", kind, largest, device, scales)
-
-
-def _read_and_encode(
-    checkpoint: Checkpoint,
-    name: str,
-    kind: type[PackedWeight],
-    largest: float | None,
-    device: torch.device,
-    scales: SelectScales,
-) -> PackedWeight:
-    weight_NK = read_float(checkpoint, name).to(device)
-    try:
-        return encode_weight(weight_NK, kind, scales, largest)
-    except UserError as error:
-        raise UserError(f"{checkpoint.path}: {name}: {error}") from error
+        yield linear, encoded(f"{linear}.weight")
 
 
 def encode_weight(

@@ -87,9 +87,8 @@ class GgufKeys:
         elif isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
         if not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
-            raise UserError(
-                f"{self.file}: {self.family}.{key} must be one positive number, got {value!r:.80}"
-            )
+            problem = f"must be one positive number, got {value!r:.80}"
+            raise UserError(f"{self.file}: {self.family}.{key} {problem}")
         # Stored in float32: 1e-5 would come back as 9.99999975e-06.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -103,6 +102,10 @@ class GgufKeys:
     def optional(self, key: str) -> Any:
         """Return a positive number; None if the key is missing or 0."""
         return None if self.get(key) in (None, 0) else self.positive(key)
+
+    @property
+    def theta(self) -> dict[str, float]:
+        return {"rope_theta": self.positive("rope.freq_base", 10000.0)}
 
     @property
     def num_layers(self) -> int:
@@ -157,7 +160,7 @@ def hf_config(keys: GgufKeys) -> dict[str, Any]:
             raise UserError(f"{file}: {part} not supported in GGUF; use the model's safetensors")
     if not keys.has("token_embd.weight"):
         raise UserError(f"{file}: has no tensor token_embd.weight")
-    own = family.config(keys)
+    entries = family.config(keys)
     common = {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
@@ -165,21 +168,26 @@ def hf_config(keys: GgufKeys) -> dict[str, Any]:
         "hidden_size": keys.count("embedding_length"),
         "intermediate_size": keys.count("feed_forward_length"),
         "num_attention_heads": keys.num_heads,
-        "num_key_value_heads": own.get("num_key_value_heads") or keys.num_kv_heads(),
+        "num_key_value_heads": entries.get("num_key_value_heads") or keys.num_kv_heads(),
         "head_dim": keys.head_size,
         "vocab_size": keys.shapes["token_embd.weight"][0],
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
-        "rope_parameters": {"rope_theta": keys.positive("rope.freq_base", 10000.0)}
-        | _rope_scaling(keys)
-        | _rotated_part(keys, family),
+        "rope_parameters": keys.theta | _rope_scaling(keys) | _rotated_part(keys, family),
         "attention_bias": keys.has("blk.0.attn_q.bias") or keys.has("blk.0.attn_qkv.bias"),
         "mlp_bias": keys.has("blk.0.ffn_gate.bias"),
         "tie_word_embeddings": not keys.has("output.weight"),
         "dtype": "bfloat16",
     }
-    return common | own | _token_ids(keys.metadata)
+    ids = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    tokens = {name: keys.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in ids.items()}
+    return common | entries | _present(tokens)
+
+
+def _present(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that have a value."""
+    return {name: value for name, value in entries.items() if value is not None}
 
 
 def _rotated_part(keys: GgufKeys, family: GgufFamily) -> dict[str, float]:
@@ -206,8 +214,7 @@ def _rope_scaling(keys: GgufKeys) -> dict[str, Any]:
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     }
-    found = {ours: keys.optional(f"rope.scaling.{name}") for name, ours in names.items()}
-    return scaling | {name: value for name, value in found.items() if value is not None}
+    return scaling | _present({ours: keys.optional(f"rope.scaling.{name}") for name, ours in names.items()})
 
 
 def _divided_rope(keys: GgufKeys) -> dict[str, Any]:
@@ -218,22 +225,16 @@ def _divided_rope(keys: GgufKeys) -> dict[str, Any]:
     turned = int((divisors == 1).sum())
     if turned and bool((divisors[turned:] >= _NOT_TURNED).all()):
         return {"rope_type": "proportional", "partial_rotary_factor": turned / len(divisors)}
-    theta = keys.positive("rope.freq_base", 10000.0)
+    theta = keys.theta["rope_theta"]
     plain = inverse_frequencies(Rope(kind="default", theta=theta), keys.head_size)
     factor = divisors.max().item()
     for original in (8192, *(1 << bits for bits in range(8, 21))):
         rope = Rope(kind="llama3", theta=theta, factor=factor, original_positions=original)
         expected = plain / inverse_frequencies(rope, keys.head_size)
         if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-4):
-            found = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
-            return found | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            settings = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            return settings | {"factor": factor, "original_max_position_embeddings": original}
     raise UserError(f"{keys.file}: rope_freqs holds divisors that are not Llama 3's; use the safetensors")
-
-
-def _token_ids(metadata: dict[str, Any]) -> dict[str, int]:
-    ids = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-    found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in ids.items()}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _mistral3(keys: GgufKeys) -> dict[str, Any]:
@@ -241,12 +242,8 @@ def _mistral3(keys: GgufKeys) -> dict[str, Any]:
     if growth is None:
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     scale = keys.optional("rope.scaling.yarn_log_multiplier")
-    rope = {"rope_theta": keys.positive("rope.freq_base", 10000.0)} | _rope_scaling(keys)
-    return {
-        "rope_parameters": rope
-        | {"llama_4_scaling_beta": growth}
-        | ({} if scale is None else {"mscale": scale, "mscale_all_dim": scale})
-    }
+    factors = {"llama_4_scaling_beta": growth, "mscale": scale, "mscale_all_dim": scale}
+    return {"rope_parameters": keys.theta | _rope_scaling(keys) | _present(factors)}
 
 
 def _gemma(keys: GgufKeys, *, num_layers_of_27b: int, every: int) -> dict[str, Any]:
@@ -302,30 +299,26 @@ def _windows(keys: GgufKeys, has_window: Callable[[int], bool]) -> dict[str, Any
     if window is None:
         return {"layer_types": ["full_attention"] * keys.num_layers}
     if isinstance(pattern, list):
-        windowed = [bool(each) for each in pattern[: keys.num_layers]]
+        windowed = pattern[: keys.num_layers]
     else:
         every = None if pattern in (None, 0) else keys.count("attention.sliding_window_pattern")
-        windowed = [
-            has_window(index) if every is None else (index + 1) % every != 0
-            for index in range(keys.num_layers)
-        ]
-    kinds = {True: "sliding_attention", False: "full_attention"}
-    return {"sliding_window": window, "layer_types": [kinds[each] for each in windowed]}
+        indices = range(keys.num_layers)
+        windowed = [has_window(i) if every is None else (i + 1) % every != 0 for i in indices]
+    kinds = ["sliding_attention" if each else "full_attention" for each in windowed]
+    return {"sliding_window": window, "layer_types": kinds}
 
 
 def _olmo(keys: GgufKeys) -> dict[str, Any]:
     if keys.optional("attention.sliding_window") is None:
         return {}
-    theta = {"rope_theta": keys.positive("rope.freq_base", 10000.0)}
-    whole = theta | _rope_scaling(keys) | _magnitude(keys)
-    ropes = {"full_attention": whole, "sliding_attention": {"rope_type": "default"} | theta}
+    whole = keys.theta | _rope_scaling(keys) | _magnitude(keys)
+    ropes = {"full_attention": whole, "sliding_attention": {"rope_type": "default"} | keys.theta}
     olmo3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "rope_parameters": ropes}
     return olmo3 | _windows(keys, lambda index: (index + 1) % 4 != 0)
 
 
 def _magnitude(keys: GgufKeys) -> dict[str, float]:
-    value = keys.optional("rope.scaling.attn_factor")
-    return {} if value is None else {"attention_factor": value}
+    return _present({"attention_factor": keys.optional("rope.scaling.attn_factor")})
 
 
 def _phi3(keys: GgufKeys) -> dict[str, Any]:
@@ -338,8 +331,7 @@ def _phi3(keys: GgufKeys) -> dict[str, Any]:
     if not factors:
         return config
     original = keys.count("rope.scaling.original_context_length", keys.count("context_length"))
-    rope = {"rope_theta": keys.positive("rope.freq_base", 10000.0), "rope_type": "longrope"}
-    rope |= {"original_max_position_embeddings": original}
+    rope = keys.theta | {"rope_type": "longrope", "original_max_position_embeddings": original}
     rope |= _rotated_part(keys, FAMILIES["phi3"]) | factors | _magnitude(keys)
     return config | {"rope_parameters": rope, "original_max_position_embeddings": original}
 

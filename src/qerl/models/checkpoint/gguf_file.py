@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qerl.config.regular_file import open_regular
-from qerl.errors import UserError
+from qerl.errors import UserError, naming
 from qerl.models.checkpoint.gguf_families import FAMILIES, ROPE_TENSORS, GgufKeys, hf_config
 from qerl.models.checkpoint.gguf_tensors import places
 
@@ -101,13 +101,11 @@ def _decode_rows(file: BinaryIO, entry: _GgufEntry, out: Tensor) -> None:
 
 def _parse(file: Path) -> tuple[dict[str, Any], list[_GgufEntry]]:
     try:
-        with open_regular(file) as stream:
+        with open_regular(file) as stream, naming(file):
             file_bytes = os.fstat(stream.fileno()).st_size
-            return _parse_stream(file, GgufCursor(stream, file_bytes), file_bytes)
+            return _parse_stream(GgufCursor(stream, file_bytes), file_bytes)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except _TypeError as error:
-        raise UserError(f"{file}: {error}") from error
     except (_DamagedError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{file}: damaged, or not a GGUF file: {reason}") from error
@@ -117,17 +115,11 @@ class _DamagedError(Exception):
     pass
 
 
-class _TypeError(Exception):
-    pass
-
-
 class GgufCursor:
     """Read values in sequence; raise _DamagedError at the end of the file."""
 
     def __init__(self, stream: BinaryIO | io.BufferedReader, num_bytes: int):
-        self.stream = stream
-        self.num_bytes = num_bytes
-        self.offset = 0
+        self.stream, self.num_bytes, self.offset = stream, num_bytes, 0
 
     def take(self, num_bytes: int) -> bytes:
         self.offset += num_bytes
@@ -159,7 +151,7 @@ class GgufCursor:
         return self.numbers(gguf.GGUFReader.gguf_scalar_to_np[item_type], count)
 
 
-def _parse_stream(file: Path, cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:
+def _parse_stream(cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:
     if cursor.take(4) != b"GGUF":
         raise _DamagedError("it does not begin with GGUF")
     version = cursor.number("I")
@@ -170,7 +162,10 @@ def _parse_stream(file: Path, cursor: GgufCursor, file_bytes: int) -> tuple[dict
     for _ in range(num_keys):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.number("I"))
-    _check_family(file, metadata.get("general.architecture"))
+    family = metadata.get("general.architecture")
+    if not isinstance(family, str) or family not in FAMILIES:  # its tensors may have other names and types
+        supported = ", ".join(FAMILIES)
+        raise UserError(f"architecture {family!r:.80} is not supported in GGUF; supported: {supported}")
     infos = []
     for _ in range(num_tensors):
         name = cursor.string()
@@ -179,25 +174,15 @@ def _parse_stream(file: Path, cursor: GgufCursor, file_bytes: int) -> tuple[dict
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0:
         raise _DamagedError(f"general.alignment is {alignment}")
-    data_begin = math.ceil(cursor.offset / alignment) * alignment
-    return metadata, [
-        _entry(name, shape, kind, data_begin + at, file_bytes) for name, shape, kind, at in infos
-    ]
-
-
-def _check_family(file: Path, family: Any) -> None:
-    """Raise UserError for an unsupported family, whose tensors have names and types of their own."""
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(
-            f"{file}: architecture {family!r:.80} is not supported in GGUF; supported: {', '.join(FAMILIES)}"
-        )
+    begin = math.ceil(cursor.offset / alignment) * alignment
+    return metadata, [_entry(name, shape, kind, begin + at, file_bytes) for name, shape, kind, at in infos]
 
 
 def _entry(
     name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, begin: int, file_bytes: int
 ) -> _GgufEntry:
     if kind.name not in _TYPES:
-        raise _TypeError(f"{name} is of ggml type {kind.name}; supported: {', '.join(_TYPES)}")
+        raise UserError(f"{name} is of ggml type {kind.name}; supported: {', '.join(_TYPES)}")
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_size:
         raise _DamagedError(f"{name} {list(shape)} does not divide into blocks of {block_size}")

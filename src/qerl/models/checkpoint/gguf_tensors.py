@@ -32,12 +32,12 @@ class GgufPlace:
 
 def places(keys: GgufKeys, config: dict[str, Any]) -> dict[str, GgufPlace]:
     """Return the place of each tensor by its name in the decoder; raise UserError for an unknown one."""
-    found: dict[str, GgufPlace] = {}
     delta = _delta_places(config) if "linear_num_key_heads" in config else {}
+    places: dict[str, GgufPlace] = {}
     for ggml_name in keys.shapes:
         if ggml_name not in ROPE_TENSORS and not _UNUSED.fullmatch(ggml_name):
-            found |= _places_of(ggml_name, keys, delta)
-    return found
+            places |= _places_of(ggml_name, keys, delta)
+    return places
 
 
 def _places_of(
@@ -109,9 +109,9 @@ def _delta_places(config: dict[str, Any]) -> dict[str, tuple[str, Callable[[Tens
 
     def grouped(weight: Tensor, size: int, start: int = 0, dim: int = 0) -> Tensor:
         """Order the value heads, which are behind `start`, by their key heads."""
-        kept, tiled = weight.tensor_split([start], dim)
+        others, tiled = weight.tensor_split([start], dim)
         tiled = tiled.unflatten(dim, (heads[1] // heads[0], heads[0], size))
-        return torch.cat((kept, tiled.transpose(dim, dim + 1).flatten(dim, dim + 2)), dim)
+        return torch.cat((others, tiled.transpose(dim, dim + 1).flatten(dim, dim + 2)), dim)
 
     return {
         "attn_qkv": ("in_proj_qkv.weight", lambda weight: grouped(weight, value_size, num_keys)),

@@ -25,7 +25,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 """ggml's types of tokens: special tokens; text that is always one token."""
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "\u2581"
-_MAX_PIECE_CHARS = 512  # SentencePiece's own limit is 16 unless it is told otherwise
+_MAX_PIECE_CHARS = 512  # SentencePiece's default limit is 16
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"

@@ -41,9 +41,8 @@ def weight_files(folder: Path) -> list[Path]:
             if not file.is_file():
                 raise UserError(f"{file}: is missing, but {INDEX_NAME} lists it; download the model again")
         return files
-    single = folder / SINGLE_NAME
-    if single.exists():
-        return [single]
+    if (folder / SINGLE_NAME).exists():
+        return [folder / SINGLE_NAME]
     files = _model_files(folder)
     _check_parts(folder, files)
     return files

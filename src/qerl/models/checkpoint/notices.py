@@ -1,4 +1,4 @@
-"""Say what of a checkpoint is loaded unchanged, quantized again, left in BF16, dropped or not read."""
+"""Describe which parts of a checkpoint are loaded unchanged, quantized again, left in BF16 or not read."""
 
 import collections
 
@@ -33,8 +33,8 @@ def layout_line(checkpoint: Checkpoint, format: str) -> str | None:
 
 
 def checkpoint_notices(checkpoint: Checkpoint, format: str) -> list[str]:
-    """Return lines on what a quantized checkpoint asks for and is not done: activations are not quantized,
-    and codes that do not fit `format` are decoded and quantized again."""
+    """Return lines on requests of a quantized checkpoint that are not carried out: activations are not
+    quantized, and codes that do not fit `format` are decoded and quantized again."""
     layout = layout_of(checkpoint)
     if layout is None:
         return []

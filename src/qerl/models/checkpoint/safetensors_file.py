@@ -60,10 +60,11 @@ class SafetensorsFolder:
         self.config = read_json(folder / "config.json")
         self._entries: dict[str, _SafetensorsEntry] = {}
         for file in weight_files(folder):
-            for name, entry in _entries(file).items():
+            header, data_begin, file_bytes = _header(file)
+            for name, fields in header.items():
                 if name in self._entries:
                     raise UserError(f"{file}: {name} is also in {self._entries[name].file.name}")
-                self._entries[name] = entry
+                self._entries[name] = _entry(file, name, fields, data_begin, file_bytes)
         self.shapes = {name: entry.shape for name, entry in self._entries.items()}
         self.dtypes = {name: entry.dtype for name, entry in self._entries.items()}
 
@@ -111,12 +112,6 @@ def check_size(file: Path) -> None:
         raise UserError(f"{file}: it has {num_bytes:,} bytes, the limit is {_MAX_HEADER_BYTES:,}")
 
 
-def _entries(file: Path) -> dict[str, _SafetensorsEntry]:
-    header, data_begin, file_bytes = _header(file)
-    header.pop("__metadata__", None)
-    return {name: _entry(file, name, fields, data_begin, file_bytes) for name, fields in header.items()}
-
-
 def _header(file: Path) -> tuple[dict[str, Any], int, int]:
     """Return (header, offset of the data, bytes in the file)."""
     try:
@@ -135,6 +130,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int]:
         raise UserError(f"{file}: damaged, or not a safetensors file: its header is not JSON") from error
     if not isinstance(header, dict):
         raise UserError(f"{file}: damaged, or not a safetensors file: its header is not a JSON object")
+    header.pop("__metadata__", None)
     return header, 8 + header_bytes, file_bytes
 
 
@@ -146,14 +142,13 @@ def _entry(file: Path, name: str, fields: Any, data_begin: int, file_bytes: int)
         if any(type(number) is not int for number in (*shape, begin, end)):
             raise ValueError("not integers")
     except (KeyError, TypeError, ValueError) as error:
-        given = repr(fields)[:_MAX_SHOWN_CHARS]
-        raise UserError(f"{file}: {shown}: its header entry is invalid: {given}") from error
+        entry = repr(fields)[:_MAX_SHOWN_CHARS]
+        raise UserError(f"{file}: {shown}: its header entry is invalid: {entry}") from error
     num_bytes = math.prod(shape) * dtype.itemsize
     if begin < 0 or min(shape, default=0) < 0 or end - begin != num_bytes:
         offsets = f"{begin}..{end}"[:_MAX_SHOWN_CHARS]
         raise UserError(f"{file}: {shown}: its offsets {offsets} do not fit {dtype_name} {list(shape)[:8]}")
     if data_begin + end > file_bytes:
-        raise UserError(
-            f"{file}: truncated: {shown} ends at byte {data_begin + end}, the file has {file_bytes}"
-        )
+        last = data_begin + end
+        raise UserError(f"{file}: truncated: {shown} ends at byte {last}, the file has {file_bytes}")
     return _SafetensorsEntry(file, dtype, shape, data_begin + begin, num_bytes)

@@ -31,11 +31,8 @@ def safetensors_parts(tensors_by_name: Mapping[str, Tensor]) -> list[bytes | mem
     for name, tensor in named:
         assert tensor.device.type == "cpu" and tensor.is_contiguous(), name
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        shape = list(tensor.shape)
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
         parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

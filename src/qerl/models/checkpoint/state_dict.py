@@ -14,7 +14,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
+from qerl.errors import UserError, naming
 from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.expert_names import expert_shapes, has_blocks
 from qerl.models.checkpoint.source import Checkpoint
@@ -22,28 +22,21 @@ from qerl.models.families import from_hf_config
 from qerl.models.layer_spec import LayerSpec, layer_specs
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_IGNORED = (
-    ".rotary_emb.inv_freq",
-    ".input_global_scale",
-)  # computed here; unused, as activations stay 16-bit
+_IGNORED = ".rotary_emb.inv_freq", ".input_global_scale"  # computed here; activations stay 16-bit
 
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
     """Parse the checkpoint's config; errors name its path."""
-    try:
+    with naming(checkpoint.path):
         architecture = from_hf_config(checkpoint.config)
-    except UserError as error:
-        raise UserError(f"{checkpoint.path}: {error}") from error
-    # Before anything is listed layer by layer: a config may say 2^31.
-    num_layers, num_tensors = architecture.num_layers, len(checkpoint.shapes)
-    if num_layers > num_tensors:
-        has = f"num_hidden_layers is {num_layers:,}, but it has only {num_tensors} tensors"
-        raise UserError(f"{checkpoint.path}: {has}")
+        # Before anything is listed layer by layer: a config may say 2^31.
+        num_layers, num_tensors = architecture.num_layers, len(checkpoint.shapes)
+        if num_layers > num_tensors:
+            raise UserError(f"num_hidden_layers is {num_layers:,}, but it has only {num_tensors} tensors")
     mixture = architecture.mixture
     if mixture is not None and mixture.stored == "transposed" and has_blocks(checkpoint.shapes):
-        architecture = dataclasses.replace(
-            architecture, mixture=dataclasses.replace(mixture, stored="blocks")
-        )
+        mixture = dataclasses.replace(mixture, stored="blocks")
+        architecture = dataclasses.replace(architecture, mixture=mixture)
     if architecture.part_of is None:
         return architecture
     # a multimodal config's tie_word_embeddings is not reliable
@@ -76,10 +69,8 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     width, vocab_size = architecture.width, architecture.vocab_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab_size, width)}
     for layer, spec in enumerate(layer_specs(architecture)):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec).items()}
-        shapes |= {
-            f"model.layers.{layer}.{x}": shape for x, shape in expert_shapes(architecture, spec).items()
-        }
+        layer_shapes = _layer_shapes(spec) | expert_shapes(architecture, spec)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     shapes["model.norm.weight"] = (width,)
     return shapes if architecture.tied_head else shapes | {HEAD: (vocab_size, width)}
 
@@ -95,15 +86,14 @@ def _layer_shapes(spec: LayerSpec) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]]) -> None:
     """Raise UserError unless the checkpoint has exactly the expected tensors, each with its shape."""
-    found = checkpoint.shapes
-    wrong = [name for name in expected if found.get(name, expected[name]) != expected[name]]
-    if wrong:
-        name = wrong[0]
-        raise UserError(f"{checkpoint.path}: {name} is {list(found[name])}, must be {list(expected[name])}")
-    missing = [name for name in expected if name not in found]
+    shapes = checkpoint.shapes
+    for name, shape in expected.items():
+        if shapes.get(name, shape) != shape:
+            raise UserError(f"{checkpoint.path}: {name} is {list(shapes[name])}, must be {list(shape)}")
+    missing = [name for name in expected if name not in shapes]
     if missing:
         raise UserError(f"{checkpoint.path}: has no tensor {_first(missing)}")
-    unexpected = [name for name in found if name not in expected and not name.endswith(_IGNORED)]
+    unexpected = [name for name in shapes if name not in expected and not name.endswith(_IGNORED)]
     if HEAD not in expected and HEAD in unexpected:
         _check_tied(checkpoint)
         unexpected.remove(HEAD)
@@ -119,9 +109,8 @@ def read_float(checkpoint: Checkpoint, name: str) -> Tensor:
 def check_float(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor:
     """Return the tensor, as `read_float` checks it."""
     if not tensor.is_floating_point() or tensor.itemsize < 2:
-        raise UserError(
-            f"{checkpoint.path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, must be a float"
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{checkpoint.path}: {name} is {dtype}, must be a float")
     if not torch.stack(torch.aminmax(tensor)).isfinite().all():
         raise UserError(f"{checkpoint.path}: {name} holds NaN or infinity")
     return tensor

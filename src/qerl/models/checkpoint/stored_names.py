@@ -35,6 +35,7 @@ _LANGUAGE_PREFIXES = (  # of the decoder and of the head, as transformers 5 and 
     (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
 )
 _MULTI_TOKEN = "mtp."  # layers that predict several tokens at once
+_Folder = SafetensorsFolder | QuantizedFolder
 _BY_ROW = "weight", "bias", "weight_packed", "weight_scale"
 """Parts of a stored linear that have a row, or an element, for each output; its linears share the others."""
 
@@ -51,7 +52,7 @@ class _Place:
 class NamedCheckpoint:
     """A Checkpoint with the decoder's names."""
 
-    def __init__(self, folder: SafetensorsFolder | QuantizedFolder, architecture: Architecture):
+    def __init__(self, folder: _Folder, architecture: Architecture):
         self.path: Path = folder.path
         self.config: dict[str, Any] = folder.config
         self.layout: Layout | None = folder.layout if isinstance(folder, QuantizedFolder) else None
@@ -102,11 +103,9 @@ class NamedCheckpoint:
         return self.layout.weights.get(place.name.removesuffix(".weight"))
 
 
-def named(
-    folder: SafetensorsFolder | QuantizedFolder,
-) -> SafetensorsFolder | QuantizedFolder | NamedCheckpoint:
-    """Return the folder under the decoder's names. An architecture that is not supported is left as it is:
-    parsing its config will tell."""
+def named(folder: _Folder) -> _Folder | NamedCheckpoint:
+    """Return the folder under the decoder's names. A folder whose architecture is not supported stays as it
+    is: its loader raises the error."""
     try:
         architecture = from_hf_config(folder.config)
     except UserError:
@@ -115,9 +114,7 @@ def named(
     return folder if is_ours and not architecture.norm_offset else NamedCheckpoint(folder, architecture)
 
 
-def _language_prefixes(
-    folder: SafetensorsFolder | QuantizedFolder, architecture: Architecture
-) -> tuple[tuple[str, str], ...] | None:
+def _language_prefixes(folder: _Folder, architecture: Architecture) -> tuple[tuple[str, str], ...] | None:
     """Return (stored prefix, the decoder's) of the language part; None: every tensor is of it."""
     if architecture.part_of is None:
         return None
@@ -133,8 +130,8 @@ def _renamed(name: str, prefixes: tuple[tuple[str, str], ...] | None) -> str | N
         return None
     if prefixes is None:
         return name
-    found = (ours + name.removeprefix(stored) for stored, ours in prefixes if name.startswith(stored))
-    return next(found, None)
+    names = (ours + name.removeprefix(stored) for stored, ours in prefixes if name.startswith(stored))
+    return next(names, None)
 
 
 def is_shifted_norm(name: str) -> bool:

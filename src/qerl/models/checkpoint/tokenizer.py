@@ -40,12 +40,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def _tokenizer_config(config: dict[str, Any], path: Path) -> PretrainedConfig:
     """Return what transformers selects a tokenizer's class by. Of the whole config it would make a table with
     num_labels entries and one with num_hidden_layers."""
-    texts = {
-        key: text for key in ("model_type", "tokenizer_class") if isinstance(text := config.get(key), str)
-    }
-    model_type = texts.pop("model_type", "")
-    named: dict[str, Any] = {**texts, "name_or_path": str(path)}
-    if model_type in CONFIG_MAPPING:
+    model_type, tokenizer_class = config.get("model_type"), config.get("tokenizer_class")
+    named: dict[str, Any] = {"name_or_path": str(path)}
+    if isinstance(tokenizer_class, str):
+        named["tokenizer_class"] = tokenizer_class
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         if not _names_class(path / "tokenizer_config.json"):
             return AutoConfig.for_model(model_type, **named)
         named["model_type"] = model_type
@@ -56,25 +55,25 @@ def _names_class(path: Path) -> bool:
     """True if the file names the tokenizer's class and no code of its own. Then the config's class does not
     matter, and is not imported: many import transformers' modelling code, a third of a program's start."""
     try:
-        found = json.loads(path.read_bytes())
+        settings = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    is_named = isinstance(found, dict) and isinstance(found.get("tokenizer_class"), str)
-    return is_named and "auto_map" not in found
+    is_named = isinstance(settings, dict) and isinstance(settings.get("tokenizer_class"), str)
+    return is_named and "auto_map" not in settings
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> frozenset[int]:
     """Return the tokens that end a sample: the tokenizer's eos and those of generation_config.json."""
-    found: list[Any] = [tokenizer.eos_token_id]
+    tokens: list[Any] = [tokenizer.eos_token_id]
     file, key, listed = source.path, "tokenizer.ggml.eot_token_id", None
     if source.is_gguf:
         listed = GgufFile(file).metadata.get(key)
     elif (source.path / "generation_config.json").is_file():
         file, key = source.path / "generation_config.json", "eos_token_id"
         listed = read_json(file).get(key)
-    found += listed if isinstance(listed, list) else [listed]
-    for token in found:
+    tokens += listed if isinstance(listed, list) else [listed]
+    for token in tokens:
         is_id = isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= _MAX_TOKEN_ID
         if token is not None and not is_id:
             raise UserError(f"{file}: {key} must be a token id or a list of them, got {repr(token)[:80]}")
-    return frozenset(token for token in found if token is not None)
+    return frozenset(token for token in tokens if token is not None)

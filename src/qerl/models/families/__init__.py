@@ -71,7 +71,7 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
 
 
 def obstacle(config: dict[str, Any]) -> str | None:
-    """Return what keeps our decoder from running a model that is in order; None if nothing does."""
+    """Return why our decoder cannot run a model whose config is valid; None if it can."""
     try:
         from_hf_config(config)
     except UserError as error:  # a wrong config is an error of our decoder's loader

@@ -5,7 +5,7 @@ from typing import Any
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture, LayerKind
-from qerl.models.families.reader import ConfigReader, short_text
+from qerl.models.families.reader import ConfigReader, check_multiple, short_text
 from qerl.models.families.rope_settings import read_rope, rope_section
 
 _MAX_LAYERS = 1 << 16
@@ -13,14 +13,10 @@ _HAS_WINDOW = {"full_attention": False, "sliding_attention": True}
 
 
 def dense(config: ConfigReader, family: str, *, eps: float = 1e-6, **parts: Any) -> Architecture:
-    """Return a decoder as Llama's, with some parts replaced. eps: the family's, if the config gives none."""
+    """Return a decoder as Llama's, with some parts replaced. eps: the family's default."""
     width, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise UserError(
-            "num_attention_heads must be a multiple of num_key_value_heads,"
-            f" got {num_heads} and {num_kv_heads}"
-        )
+    check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
     if "activation" not in parts:
         config.having(hidden_act="silu")
     if "rotary_size" not in parts:
@@ -48,14 +44,24 @@ def dense(config: ConfigReader, family: str, *, eps: float = 1e-6, **parts: Any)
     return Architecture(**fields | parts)
 
 
+def attention_biases(config: ConfigReader) -> dict[str, bool]:
+    """Return the parts of `dense` that `attention_bias` switches on."""
+    return dict.fromkeys(("qkv_bias", "output_bias"), config.flag("attention_bias"))
+
+
+def all_kinds(config: ConfigReader, **parts: Any) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers that are all alike."""
+    return (LayerKind(**parts),) * read_num_layers(config)
+
+
 def read_num_layers(config: ConfigReader) -> int:
     return config.count("num_hidden_layers", at_most=_MAX_LAYERS)
 
 
 def read_head_size(config: ConfigReader) -> int:
     width, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
-    if config.get("head_dim") is None and width % num_heads:
-        raise UserError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {num_heads}")
+    if config.get("head_dim") is None:
+        check_multiple("hidden_size", width, "num_attention_heads", num_heads)
     head_size = config.count("head_dim", width // num_heads)
     if head_size % 2:
         raise UserError(f"head_dim must be even because RoPE rotates pairs, got {head_size}")

@@ -1,7 +1,9 @@
 """Read the entries that the configs of all mixtures of experts have; name those that are not supported."""
 
+from typing import Any
+
 from qerl.errors import UserError
-from qerl.models.architecture import StoredLinear
+from qerl.models.architecture import Mixture, StoredLinear
 from qerl.models.families.reader import ConfigReader
 
 ROUTER_OF_GATE = (StoredLinear(name="mlp.gate", holds=("mlp.router",)),)
@@ -27,11 +29,13 @@ NOT_SUPPORTED = {
 """Classes with a mixture of experts, and what they have that is not computed here."""
 
 
-def read_experts(config: ConfigReader, *, num_experts: int, num_chosen: int) -> tuple[int, int]:
-    """Return (experts, experts of each token). The arguments are the family's, if the config gives none."""
+def read_mixture(config: ConfigReader, *, num_experts: int, num_chosen: int, **parts: Any) -> Mixture:
+    """Return the mixture, with these parts. num_experts, num_chosen: the family's defaults."""
     name = "num_local_experts" if config.get("num_experts") is None else "num_experts"
-    found = config.count(name, num_experts, at_most=_MAX_EXPERTS)
-    chosen = config.count("num_experts_per_tok", num_chosen)
-    if chosen > found:
-        raise UserError(f"num_experts_per_tok must be at most {name} ({found}), got {chosen}")
-    return found, chosen
+    num_experts = config.count(name, num_experts, at_most=_MAX_EXPERTS)
+    num_chosen = config.count("num_experts_per_tok", num_chosen)
+    if num_chosen > num_experts:
+        raise UserError(f"num_experts_per_tok must be at most {name} ({num_experts}), got {num_chosen}")
+    if "width" not in parts:
+        parts["width"] = config.count("intermediate_size")
+    return Mixture(num_experts=num_experts, num_chosen=num_chosen, **parts)

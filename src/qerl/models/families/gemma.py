@@ -10,7 +10,7 @@ from typing import Any
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture, NormNames
-from qerl.models.families.dense import dense, read_layer_kinds
+from qerl.models.families.dense import attention_biases, dense, read_layer_kinds
 from qerl.models.families.reader import ConfigReader
 from qerl.models.families.rope_settings import read_rope, rope_section
 
@@ -35,9 +35,7 @@ def gemma2(config: ConfigReader) -> Architecture:
     config = config.filled(**_DEFAULTS, **caps, max_position_embeddings=8192, vocab_size=256_000)
     kinds = read_layer_kinds(config, lambda index: index % 2 == 0)
     cap = config.optional_number("attn_logit_softcapping")
-    return _gemma(
-        config, "Gemma2ForCausalLM", layer_kinds=kinds, rope=read_rope(config), attention_softcap=cap
-    )
+    return _gemma(config, "Gemma2ForCausalLM", layer_kinds=kinds, attention_softcap=cap)
 
 
 def gemma3(config: ConfigReader) -> Architecture:
@@ -59,7 +57,6 @@ def gemma3(config: ConfigReader) -> Architecture:
 def _gemma(config: ConfigReader, family: str, **parts: Any) -> Architecture:
     if config.flag("use_bidirectional_attention"):
         raise UserError("use_bidirectional_attention must be False, got True: it cannot generate text")
-    is_biased = config.flag("attention_bias")
     return dense(
         config,
         family,
@@ -69,7 +66,6 @@ def _gemma(config: ConfigReader, family: str, **parts: Any) -> Architecture:
         embedding_scale=math.sqrt(config.count("hidden_size")),
         attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
         logit_softcap=config.optional_number("final_logit_softcapping"),
-        qkv_bias=is_biased,
-        output_bias=is_biased,
+        **attention_biases(config),
         **parts,
     )

@@ -8,7 +8,7 @@ import math
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture, LayerKind, Rope
-from qerl.models.families.dense import dense, read_layer_kinds, read_num_layers
+from qerl.models.families.dense import all_kinds, attention_biases, dense, read_layer_kinds
 from qerl.models.families.gemma import ACTIVATIONS, NORMS
 from qerl.models.families.reader import ConfigReader, NotDescribedError, short_text
 from qerl.models.families.rope_settings import read_rope, rope_section
@@ -39,7 +39,7 @@ def gemma4(config: ConfigReader) -> Architecture:
     if (seen := config.get("use_bidirectional_attention")) not in (None, "vision"):  # images: not computed
         raise UserError(f"use_bidirectional_attention must be vision, got {short_text(seen)}")
     kinds = read_layer_kinds(config, lambda index: (index + 1) % 6 != 0, has_local_rope=True)
-    kinds = kinds or (LayerKind(),) * read_num_layers(config)
+    kinds = kinds or all_kinds(config)
     whole = _whole(config, kinds)
     return dense(
         config,
@@ -55,8 +55,7 @@ def gemma4(config: ConfigReader) -> Architecture:
         attention_scale=1.0,
         embedding_scale=math.sqrt(config.count("hidden_size")),
         logit_softcap=config.optional_number("final_logit_softcapping"),
-        qkv_bias=config.flag("attention_bias"),
-        output_bias=config.flag("attention_bias"),
+        **attention_biases(config),
     )
 
 
@@ -66,16 +65,15 @@ def _whole(config: ConfigReader, kinds: tuple[LayerKind, ...]) -> LayerKind:
     shares, by_layer = config.flag("attention_k_eq_v"), config.section("per_layer_config")
     by_layer = ConfigReader({name.lstrip("0") or "0": value for name, value in by_layer.entries.items()})
     num_kv_heads = config.get("num_global_key_value_heads") if shares else None
-    given = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": num_kv_heads}
+    entries = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": num_kv_heads}
     if by_layer.entries:
         wholes = [str(index) for index, kind in enumerate(kinds) if kind.rope == "main"]
         each = [by_layer.section(index).entries for index in wholes]
         if set(by_layer.entries) - set(wholes) or any(one != each[0] for one in each):
-            found = short_text(by_layer.entries)
-            raise UserError(f"per_layer_config must be that of all layers without a window, got {found}")
-        given = each[0]
-        given = {"head_dim": config.get("head_dim")} | given
-    reader = ConfigReader(given)
+            text = short_text(by_layer.entries)
+            raise UserError(f"per_layer_config must be that of all layers without a window, got {text}")
+        entries = {"head_dim": config.get("head_dim")} | each[0]
+    reader = ConfigReader(entries)
     num_kv_heads = reader.count("num_key_value_heads", config.count("num_key_value_heads"))
     if config.count("num_attention_heads") % num_kv_heads:
         raise UserError(f"num_attention_heads must be a multiple of {num_kv_heads} global key/value heads")

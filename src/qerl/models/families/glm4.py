@@ -4,7 +4,7 @@ attention and MLP; gate and up are stored as one tensor."""
 from qerl.models.architecture import Architecture, NormNames, StoredLinear
 from qerl.models.families.dense import dense, read_head_size
 from qerl.models.families.reader import ConfigReader
-from qerl.models.families.rope_settings import read_rope, read_rotary_size
+from qerl.models.families.rope_settings import read_rotary_size
 
 _NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
@@ -15,7 +15,6 @@ def glm4(config: ConfigReader) -> Architecture:
         config,
         "Glm4ForCausalLM",
         eps=1.5625e-7,
-        rope=read_rope(config),
         rotary_size=read_rotary_size(config, read_head_size(config), default=0.5),
         rope_is_interleaved=True,
         qkv_bias=config.flag("attention_bias", True),

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from qerl.models.architecture import Architecture, LayerKind, Mixture
-from qerl.models.families.dense import dense, read_layer_kinds, read_num_layers
-from qerl.models.families.experts import read_experts
+from qerl.models.architecture import Architecture
+from qerl.models.families.dense import all_kinds, dense, read_layer_kinds
+from qerl.models.families.experts import read_mixture
 from qerl.models.families.reader import ConfigReader
 from qerl.models.families.rope_settings import read_rope
 
@@ -14,12 +14,7 @@ _DEFAULTS = {  # of transformers, whose config.json may leave them out
     "sliding_window": 128,
     "max_position_embeddings": 131_072,
 }
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
+_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 def gpt_oss(config: ConfigReader) -> Architecture:
@@ -27,14 +22,11 @@ def gpt_oss(config: ConfigReader) -> Architecture:
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config = ConfigReader(config.entries | {"rope_parameters": _YARN})
     is_biased = config.flag("attention_bias", True)
-    windows = read_layer_kinds(config, lambda index: index % 2 == 0) or (LayerKind(),) * read_num_layers(
-        config
-    )
-    num_experts, num_chosen = read_experts(config, num_experts=128, num_chosen=4)
-    mixture = Mixture(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
-        width=config.count("intermediate_size"),
+    windows = read_layer_kinds(config, lambda index: index % 2 == 0) or all_kinds(config)
+    mixture = read_mixture(
+        config,
+        num_experts=128,
+        num_chosen=4,
         softmax_over="chosen",
         stored="transposed",
         has_bias=True,

@@ -4,11 +4,10 @@ attention, residuals and logits."""
 
 from typing import Any
 
-from qerl.models.architecture import Architecture, LayerKind, Mixture, StoredLinear
-from qerl.models.families.dense import dense, read_num_layers
-from qerl.models.families.experts import read_experts
+from qerl.models.architecture import Architecture, StoredLinear
+from qerl.models.families.dense import all_kinds, attention_biases, dense, read_num_layers
+from qerl.models.families.experts import read_mixture
 from qerl.models.families.reader import ConfigReader, NotDescribedError, short_text
-from qerl.models.families.rope_settings import read_rope
 
 _STORED = (
     StoredLinear(name="shared_mlp.input_linear", holds=("mlp.gate_proj", "mlp.up_proj")),
@@ -29,19 +28,11 @@ def granite(config: ConfigReader) -> Architecture:
 
 def granite_moe(config: ConfigReader) -> Architecture:
     config = config.filled(max_position_embeddings=2048)
-    num_experts, num_chosen = read_experts(config, num_experts=8, num_chosen=2)
-    mixture = Mixture(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
-        width=config.count("intermediate_size"),
-        softmax_over="chosen",
-        stored="stacked",
-    )
     return _granite(
         config,
         "GraniteMoeForCausalLM",
-        layer_kinds=(LayerKind(mlp="experts"),) * read_num_layers(config),
-        mixture=mixture,
+        layer_kinds=all_kinds(config, mlp="experts"),
+        mixture=read_mixture(config, num_experts=8, num_chosen=2, softmax_over="chosen", stored="stacked"),
         stored_linears=_STORED_EXPERTS,
     )
 
@@ -52,9 +43,8 @@ def granite4(config: ConfigReader) -> Architecture:
         raise NotDescribedError(
             f"num_local_experts must be 0, got {short_text(config.get('num_local_experts'))}: {_DENSE}"
         )
-    num_layers = read_num_layers(config)
     name = "layers_block_type" if config.get("layer_types") is None else "layer_types"
-    for each in config.listed(name, num_layers):
+    for each in config.listed(name, read_num_layers(config)):
         if each not in ("attention", "full_attention"):
             raise NotDescribedError(f"{name} must be attention, got {short_text(each)}: {_DENSE}")
     has_rope = config.get("position_embedding_type") == "rope"
@@ -62,22 +52,19 @@ def granite4(config: ConfigReader) -> Architecture:
         config,
         "GraniteMoeHybridForCausalLM",
         ff_width=config.count("shared_intermediate_size"),
-        layer_kinds=() if has_rope else (LayerKind(rope="none"),) * num_layers,
+        layer_kinds=() if has_rope else all_kinds(config, rope="none"),
         stored_linears=_STORED,
     )
 
 
 def _granite(config: ConfigReader, family: str, **parts: Any) -> Architecture:
-    is_biased = config.flag("attention_bias")
     return dense(
         config,
         family,
-        rope=read_rope(config),
-        qkv_bias=is_biased,
-        output_bias=is_biased,
         embedding_scale=config.number("embedding_multiplier", 1.0),
         attention_scale=config.number("attention_multiplier", 1.0),
         residual_scale=config.number("residual_multiplier", 1.0),
         logit_scale=1 / config.number("logits_scaling", 1.0),
+        **attention_biases(config),
         **parts,
     )

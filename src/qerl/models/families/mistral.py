@@ -6,8 +6,8 @@ is computed.
 
 import dataclasses
 
-from qerl.models.architecture import Architecture, LayerKind
-from qerl.models.families.dense import dense, read_layer_kinds, read_num_layers, read_window
+from qerl.models.architecture import Architecture
+from qerl.models.families.dense import all_kinds, dense, read_layer_kinds, read_window
 from qerl.models.families.reader import ConfigReader
 from qerl.models.families.rope_settings import read_rope, rope_section
 
@@ -32,7 +32,7 @@ def ministral(config: ConfigReader) -> Architecture:
     config = config.filled(max_position_embeddings=131_072, sliding_window=4096, num_key_value_heads=8)
     has_windows = config.get("sliding_window") is not None
     kinds = read_layer_kinds(config, lambda index: has_windows)
-    return dense(config, "MinistralForCausalLM", rope=read_rope(config), layer_kinds=kinds)
+    return dense(config, "MinistralForCausalLM", layer_kinds=kinds)
 
 
 def ministral3(config: ConfigReader) -> Architecture:
@@ -40,7 +40,7 @@ def ministral3(config: ConfigReader) -> Architecture:
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         config = ConfigReader(config.entries | {"rope_parameters": _MINISTRAL3_ROPE})
     window = None if config.get("sliding_window") is None else read_window(config)
-    kinds = () if window is None else (LayerKind(window=window),) * read_num_layers(config)
+    kinds = () if window is None else all_kinds(config, window=window)
     growth = rope_section(config).optional_number("llama_4_scaling_beta") or 0.0
     rope = dataclasses.replace(read_rope(config), query_growth=growth)
     return dense(config, "Ministral3ForCausalLM", eps=1e-5, rope=rope, layer_kinds=kinds)

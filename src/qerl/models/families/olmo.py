@@ -3,9 +3,9 @@ has windows, with an unscaled rope of their own. OLMoE: experts, norms before at
 
 from typing import Any
 
-from qerl.models.architecture import PRE_NORMS, Architecture, LayerKind, Mixture, NormNames
-from qerl.models.families.dense import dense, read_layer_kinds, read_num_layers
-from qerl.models.families.experts import ROUTER_OF_GATE, read_experts
+from qerl.models.architecture import PRE_NORMS, Architecture, NormNames
+from qerl.models.families.dense import all_kinds, attention_biases, dense, read_layer_kinds
+from qerl.models.families.experts import ROUTER_OF_GATE, read_mixture
 from qerl.models.families.reader import ConfigReader
 from qerl.models.families.rope_settings import read_rope, rope_section
 
@@ -18,8 +18,7 @@ _NORMS = NormNames(
 
 
 def olmo2(config: ConfigReader) -> Architecture:
-    config = config.filled(max_position_embeddings=2048)
-    return _olmo(config, "Olmo2ForCausalLM", rope=read_rope(config))
+    return _olmo(config.filled(max_position_embeddings=2048), "Olmo2ForCausalLM")
 
 
 def olmo3(config: ConfigReader) -> Architecture:
@@ -38,34 +37,19 @@ def olmo3(config: ConfigReader) -> Architecture:
 
 def olmoe(config: ConfigReader) -> Architecture:
     config = config.filled(max_position_embeddings=4096).having(clip_qkv=None)
-    num_experts, num_chosen = read_experts(config, num_experts=64, num_chosen=8)
-    mixture = Mixture(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
-        width=config.count("intermediate_size"),
-        softmax_over="chosen" if config.flag("norm_topk_prob") else "all",
-        stored="separate",
-    )
+    softmax_over = "chosen" if config.flag("norm_topk_prob") else "all"
     return _olmo(
         config,
         "OlmoeForCausalLM",
-        rope=read_rope(config),
         norms=PRE_NORMS,
-        layer_kinds=(LayerKind(mlp="experts"),) * read_num_layers(config),
-        mixture=mixture,
+        layer_kinds=all_kinds(config, mlp="experts"),
+        mixture=read_mixture(
+            config, num_experts=64, num_chosen=8, softmax_over=softmax_over, stored="separate"
+        ),
         stored_linears=ROUTER_OF_GATE,
     )
 
 
 def _olmo(config: ConfigReader, family: str, **parts: Any) -> Architecture:
-    is_biased = config.flag("attention_bias")
-    return dense(
-        config,
-        family,
-        eps=1e-5,
-        qkv_bias=is_biased,
-        output_bias=is_biased,
-        qk_norm=True,
-        qk_norm_over="projection",
-        **{"norms": _NORMS} | parts,
-    )
+    parts = {"norms": _NORMS, "qk_norm": True, "qk_norm_over": "projection"} | parts
+    return dense(config, family, eps=1e-5, **attention_biases(config), **parts)

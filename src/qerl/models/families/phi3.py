@@ -5,16 +5,15 @@ is not known beforehand can have one of the two only, so the original length cap
 """
 
 from qerl.errors import UserError
-from qerl.models.architecture import Architecture, LayerKind, StoredLinear
-from qerl.models.families.dense import dense, read_head_size, read_num_layers, read_window
+from qerl.models.architecture import Architecture, StoredLinear
+from qerl.models.families.dense import all_kinds, dense, read_head_size, read_window
 from qerl.models.families.reader import ConfigReader
 from qerl.models.families.rope_settings import read_rope, read_rotary_size, rope_section
 
-_LONGROPE = "longrope", "su", "yarn"  # Phi's former names of it
+_LONGROPE = "longrope", "su", "yarn"  # older configs have the other names
+_QKV = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 _STORED = (
-    StoredLinear(
-        name="self_attn.qkv_proj", holds=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    ),
+    StoredLinear(name="self_attn.qkv_proj", holds=_QKV),
     StoredLinear(name="mlp.gate_up_proj", holds=("mlp.gate_proj", "mlp.up_proj")),
 )
 
@@ -32,14 +31,7 @@ def phi3(config: ConfigReader) -> Architecture:
         positions = min(positions, rope.original_positions)
     capped = ConfigReader(config.entries | {"max_position_embeddings": positions})
     window = None if config.get("sliding_window") is None else read_window(capped)
-    kinds = () if window is None else (LayerKind(window=window),) * read_num_layers(config)
-    return dense(
-        config,
-        "Phi3ForCausalLM",
-        eps=1e-5,
-        rope=rope,
-        rotary_size=rotary_size,
-        max_positions=positions,
-        layer_kinds=kinds,
-        stored_linears=_STORED,
-    )
+    parts = {"max_positions": positions, "stored_linears": _STORED}
+    if window is not None:
+        parts["layer_kinds"] = all_kinds(config, window=window)
+    return dense(config, "Phi3ForCausalLM", eps=1e-5, rope=rope, rotary_size=rotary_size, **parts)

@@ -5,7 +5,7 @@ A sliding window caps the positions instead, so that it never takes effect: no p
 """
 
 from qerl.models.architecture import Architecture
-from qerl.models.families.dense import dense
+from qerl.models.families.dense import attention_biases, dense
 from qerl.models.families.reader import ConfigReader
 
 
@@ -14,9 +14,8 @@ def qwen2(config: ConfigReader) -> Architecture:
 
 
 def qwen3(config: ConfigReader) -> Architecture:
-    is_biased, positions = config.flag("attention_bias"), max_positions(config)
-    biases = {"qkv_bias": is_biased, "output_bias": is_biased}
-    return dense(config, "Qwen3ForCausalLM", qk_norm=True, max_positions=positions, **biases)
+    parts = {"qk_norm": True, "max_positions": max_positions(config)}
+    return dense(config, "Qwen3ForCausalLM", **attention_biases(config), **parts)
 
 
 def max_positions(config: ConfigReader) -> int:

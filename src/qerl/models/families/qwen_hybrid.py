@@ -6,9 +6,9 @@ from typing import Any
 from qerl.errors import UserError
 from qerl.kernels.delta_net.gated_delta_net import DeltaShape
 from qerl.models.architecture import Architecture, LayerKind
-from qerl.models.families.dense import dense, read_head_size, read_num_layers
-from qerl.models.families.reader import ConfigReader, NotDescribedError, short_text
-from qerl.models.families.rope_settings import read_rope, read_rotary_size
+from qerl.models.families.dense import attention_biases, dense, read_head_size, read_num_layers
+from qerl.models.families.reader import ConfigReader, NotDescribedError, check_multiple, short_text
+from qerl.models.families.rope_settings import read_rotary_size
 
 _KINDS = {"full_attention": LayerKind(), "linear_attention": LayerKind(mixer="delta")}
 _DEFAULTS = {  # of transformers, whose config.json leaves them out
@@ -36,21 +36,18 @@ def qwen3_next(config: ConfigReader) -> Architecture:
 
 
 def _hybrid(config: ConfigReader, family: str, **parts: Any) -> Architecture:
-    is_biased = config.flag("attention_bias")
     kinds = _layer_kinds(config)
     has_delta = any(kind.mixer == "delta" for kind in kinds)
     return dense(
         config,
         family,
-        rope=read_rope(config),
         rotary_size=read_rotary_size(config, read_head_size(config), default=0.25),
         layer_kinds=kinds,
-        qkv_bias=is_biased,
-        output_bias=is_biased,
         qk_norm=True,
         norm_offset=1.0,
         attention_gate=True,
         delta=_delta_shape(config) if has_delta else None,
+        **attention_biases(config),
         **parts,
     )
 
@@ -76,9 +73,6 @@ def _delta_shape(config: ConfigReader) -> DeltaShape:
         value_size=config.count("linear_value_head_dim"),
         num_taps=config.count("linear_conv_kernel_dim"),
     )
-    if shape.num_value_heads % shape.num_key_heads:
-        raise UserError(
-            "linear_num_value_heads must be a multiple of linear_num_key_heads,"
-            f" got {shape.num_value_heads} and {shape.num_key_heads}"
-        )
+    num_heads = shape.num_value_heads, shape.num_key_heads
+    check_multiple("linear_num_value_heads", num_heads[0], "linear_num_key_heads", num_heads[1])
     return shape

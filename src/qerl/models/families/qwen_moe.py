@@ -1,9 +1,9 @@
 """Qwen 3 with a mixture of experts in some or all layers (Qwen3MoeForCausalLM): no shared expert."""
 
 from qerl.errors import UserError
-from qerl.models.architecture import Architecture, LayerKind, Mixture
-from qerl.models.families.dense import dense, read_num_layers
-from qerl.models.families.experts import ROUTER_OF_GATE, read_experts
+from qerl.models.architecture import Architecture, LayerKind
+from qerl.models.families.dense import attention_biases, dense, read_num_layers
+from qerl.models.families.experts import ROUTER_OF_GATE, read_mixture
 from qerl.models.families.qwen import max_positions
 from qerl.models.families.reader import ConfigReader, short_text
 
@@ -12,12 +12,11 @@ _DENSE, _EXPERTS = LayerKind(), LayerKind(mlp="experts")
 
 def qwen3_moe(config: ConfigReader) -> Architecture:
     config = config.filled(num_key_value_heads=4, max_position_embeddings=32_768)
-    is_biased = config.flag("attention_bias")
     kinds = _layer_kinds(config)
-    num_experts, num_chosen = read_experts(config, num_experts=128, num_chosen=8)
-    mixture = Mixture(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
+    mixture = read_mixture(
+        config,
+        num_experts=128,
+        num_chosen=8,
         width=config.count("moe_intermediate_size", 768),
         softmax_over="chosen" if config.flag("norm_topk_prob") else "all",
         stored="separate",
@@ -26,12 +25,11 @@ def qwen3_moe(config: ConfigReader) -> Architecture:
         config,
         "Qwen3MoeForCausalLM",
         qk_norm=True,
-        qkv_bias=is_biased,
-        output_bias=is_biased,
         max_positions=max_positions(config),
         layer_kinds=kinds,
         mixture=mixture if _EXPERTS in kinds else None,
         stored_linears=ROUTER_OF_GATE,
+        **attention_biases(config),
     )
 
 

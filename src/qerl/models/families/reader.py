@@ -10,7 +10,7 @@ _MAX_SHOWN_CHARS = 80
 
 
 class NotDescribedError(UserError):
-    """A model that is in order and has a part that families/ does not describe; transformers may run it."""
+    """A valid model with a part that families/ does not describe; transformers may run it."""
 
 
 def short_text(value: Any, form: Callable[[Any], str] = repr) -> str:
@@ -38,13 +38,9 @@ class ConfigReader:
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise UserError(
-                f"{name} must be a positive integer in the model's config, got {short_text(value)}"
-            )
+            raise _wrong(name, "a positive integer", value)
         if value > at_most:
-            raise UserError(
-                f"{name} must be at most {at_most:,} in the model's config, got {short_text(value)}"
-            )
+            raise _wrong(name, f"at most {at_most:,}", value)
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -61,23 +57,21 @@ class ConfigReader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise UserError(f"{name} must be true or false in the model's config, got {short_text(value)}")
+            raise _wrong(name, "true or false", value)
         return value
 
     def section(self, name: str) -> "ConfigReader":
         """Return the entries of an object; a missing one is empty."""
         value = self.get(name) or {}
         if not isinstance(value, dict):
-            raise UserError(f"{name} must be an object in the model's config, got {short_text(value)}")
+            raise _wrong(name, "an object", value)
         return ConfigReader(value)
 
     def listed(self, name: str, length: int) -> list[Any]:
         """Return a list of this length."""
         value = self.get(name)
         if not isinstance(value, list | tuple) or len(value) != length:
-            raise UserError(
-                f"{name} must be a list of {length} in the model's config, got {short_text(value)}"
-            )
+            raise _wrong(name, f"a list of {length}", value)
         return list(value)
 
     def choice(self, name: str, values: Mapping[str, Any], default: str) -> Any:
@@ -91,15 +85,25 @@ class ConfigReader:
     def having(self, **entries: Any) -> "ConfigReader":
         """Return itself; raise NotDescribedError if an entry is there and has another value."""
         for name, value in entries.items():
-            found = self.get(name)
-            if found is not None and (found != value or isinstance(found, bool) != isinstance(value, bool)):
-                raise NotDescribedError(f"{name} must be {value}, got {short_text(found)}")
+            entry = self.get(name)
+            if entry is not None and (entry != value or isinstance(entry, bool) != isinstance(value, bool)):
+                raise NotDescribedError(f"{name} must be {value}, got {short_text(entry)}")
         return self
+
+
+def check_multiple(name: str, value: int, of: str, divisor: int) -> None:
+    """Raise UserError unless the value of an entry is a multiple of another one's."""
+    if value % divisor:
+        raise UserError(f"{name} must be a multiple of {of}, got {value} and {divisor}")
 
 
 def positive(name: str, value: Any) -> float:
     """Return a positive finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= _MAX_NUMBER:
-        raise UserError(f"{name} must be a positive number in the model's config, got {short_text(value)}")
+        raise _wrong(name, "a positive number", value)
     return float(value)
+
+
+def _wrong(name: str, expected: str, value: Any) -> UserError:
+    return UserError(f"{name} must be {expected} in the model's config, got {short_text(value)}")

@@ -11,10 +11,10 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 def rope_section(config: ConfigReader, layer_type: str | None = None) -> ConfigReader:
     """Return the entries of the rotary settings; layer_type: those of these layers, where they differ."""
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    found = config.section(name)
-    if layer_type is not None and isinstance(found.get(layer_type), dict):
-        return found.section(layer_type)
-    return found
+    settings = config.section(name)
+    if layer_type is not None and isinstance(settings.get(layer_type), dict):
+        return settings.section(layer_type)
+    return settings
 
 
 def read_rope(
@@ -25,7 +25,7 @@ def read_rope(
     theta: float = 10_000.0,
     rotary_size: int = 0,
 ) -> Rope:
-    """Return the settings. theta: the family's, if the config gives none; rotary_size: of longrope."""
+    """Return the settings. theta: the family's default; rotary_size: of longrope."""
     settings = rope_section(config) if settings is None else settings
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in kinds:
@@ -56,14 +56,12 @@ def read_rope(
 
 def read_rotary_size(config: ConfigReader, head_size: int, default: float = 1.0) -> int:
     """Return how many elements of a head are rotated."""
-    settings, partial = rope_section(config), default
-    for place in (config, settings):
-        partial = place.number("partial_rotary_factor", partial)
-    size = int(head_size * partial)
+    part = config.number("partial_rotary_factor", default)
+    part = rope_section(config).number("partial_rotary_factor", part)
+    size = int(head_size * part)
     if not 0 < size <= head_size or size % 2:
-        raise UserError(
-            f"partial_rotary_factor {partial:g} must give an even part of the {head_size} of head_dim"
-        )
+        even_part = f"an even part of the {head_size} of head_dim"
+        raise UserError(f"partial_rotary_factor {part:g} must give {even_part}")
     return size
 
 
@@ -76,9 +74,8 @@ def _divisors(settings: ConfigReader, rotary_size: int) -> tuple[float, ...]:
 
 def _check_order(settings: ConfigReader, kind: str) -> None:
     """Raise UserError for equal limits: the ramp between them would divide by zero."""
-    limits = {"llama3": ("low_freq_factor", 1.0, "high_freq_factor", 4.0)}
-    limits["yarn"] = ("beta_slow", 1.0, "beta_fast", 32.0)
+    limits = {"llama3": ("low_freq_factor", "high_freq_factor", 4), "yarn": ("beta_slow", "beta_fast", 32)}
     if kind in limits:
-        low, low_default, high, high_default = limits[kind]
-        if settings.number(low, low_default) >= settings.number(high, high_default):
+        low, high, high_default = limits[kind]
+        if settings.number(low, 1.0) >= settings.number(high, high_default):
             raise UserError(f"{low} must be less than {high} in the model's config")

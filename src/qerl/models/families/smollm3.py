@@ -2,23 +2,16 @@
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture, LayerKind
-from qerl.models.families.dense import dense, read_layer_kinds, read_num_layers
+from qerl.models.families.dense import attention_biases, dense, read_layer_kinds, read_num_layers
 from qerl.models.families.reader import ConfigReader, short_text
 from qerl.models.families.rope_settings import read_rope
 
 
 def smollm3(config: ConfigReader) -> Architecture:
     config = config.filled(max_position_embeddings=32_768, tie_word_embeddings=True, num_key_value_heads=4)
-    is_biased, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
-    return dense(
-        config,
-        "SmolLM3ForCausalLM",
-        rope=read_rope(config, theta=2e6),
-        layer_kinds=_kinds(config),
-        qkv_bias=is_biased,
-        output_bias=is_biased,
-        mlp_bias=mlp_bias,
-    )
+    rope, kinds, mlp_bias = read_rope(config, theta=2e6), _kinds(config), config.flag("mlp_bias")
+    parts = {"rope": rope, "layer_kinds": kinds, "mlp_bias": mlp_bias}
+    return dense(config, "SmolLM3ForCausalLM", **attention_biases(config), **parts)
 
 
 def _kinds(config: ConfigReader) -> tuple[LayerKind, ...]:
@@ -30,8 +23,8 @@ def _kinds(config: ConfigReader) -> tuple[LayerKind, ...]:
             raise UserError(f"no_rope_layers must be 0 or 1, got {short_text(odd[0])}")
     windows: tuple[int | None, ...] = (None,) * num_layers
     if config.flag("use_sliding_window") and config.get("sliding_window") is not None:
-        found = read_layer_kinds(config, lambda index: not rotates[index])
-        windows = tuple(kind.window for kind in found) or windows
+        kinds = read_layer_kinds(config, lambda index: not rotates[index])
+        windows = tuple(kind.window for kind in kinds) or windows
     return tuple(
         LayerKind(window=window, rope="main" if is_rotated else "none")
         for window, is_rotated in zip(windows, rotates, strict=True)

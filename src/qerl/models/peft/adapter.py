@@ -8,7 +8,7 @@ masters of the weights take the adapter's place, under Hugging Face's names.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qerl.algo.seeds import mix
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
-from qerl.formats import BF16, FP8Flow
+from qerl.formats import BF16, FP8Flow, PackedWeight
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.layer_spec import adapter_targets
 from qerl.models.linear import QuantLinear
@@ -54,11 +54,10 @@ def check_rank(decoder: PolicyModel, config: AdapterConfig) -> None:
     """Raise UserError if the rank exceeds that of every weight it would be added to."""
     targets = targets_of(decoder, config)
     linears = [linear for name, linear in decoder.linears() if name.rpartition(".")[2] in targets]
-    most = max((min(linear.in_width, linear.out_width) for linear in linears), default=config.rank)
-    if config.kind == "lora" and config.rank > most:
-        raise UserError(
-            f"adapter.rank must be at most {most}, the rank of the largest weight, got {config.rank}"
-        )
+    limit = max((min(linear.in_width, linear.out_width) for linear in linears), default=config.rank)
+    if config.kind == "lora" and config.rank > limit:
+        reason = "the rank of the largest weight"
+        raise UserError(f"adapter.rank must be at most {limit}, {reason}, got {config.rank}")
 
 
 def targets_of(decoder: PolicyModel, config: AdapterConfig) -> tuple[str, ...]:
@@ -126,19 +125,15 @@ def adapter_off(decoder: PolicyModel) -> Iterator[None]:
 
 
 class OtherAdapter:
-    """A frozen adapter of any rank that can be active in this decoder in the place of its own."""
+    """A frozen adapter of any rank that can replace the decoder's own for a while."""
 
     @torch.no_grad()
     def __init__(self, decoder: Decoder, config: AdapterConfig, tensors: Mapping[str, Tensor]):
         """tensors: with PEFT's names or the decoder's own. Raise UserError if they do not fit the decoder."""
-        linears = {
-            name: each for name, each in decoder.linears() if name.rpartition(".")[2] in config.target_modules
-        }
+        targets = config.target_modules
+        linears = {name: x for name, x in decoder.linears() if name.rpartition(".")[2] in targets}
         names = [f"{PREFIX}{name}.lora_{side}.weight" for name in linears for side in "AB"]
-        tensors = decoder_tensors(decoder.architecture, tensors, names)
-        if differing := sorted(set(names) ^ tensors.keys()):
-            problem = "lacks" if differing[0] in names else "has an unknown"
-            raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")
+        tensors = _decoder_tensors(decoder, tensors, names)
         self._decoder, self._scaling = decoder, config.alpha / config.rank
         self._tensors: dict[str, tuple[Tensor, ...]] = {}
         for name, linear in linears.items():
@@ -205,32 +200,35 @@ def _masters(name: str, linear: QuantLinear | ExpertLinear) -> list[tuple[str, n
 def load_adapter(decoder: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
     """Set the masters from tensors with PEFT's names or the decoder's own, then publish."""
     masters = adapter_tensors(decoder)
-    tensors = decoder_tensors(decoder.architecture, tensors, masters)
-    if differing := sorted(masters.keys() ^ tensors.keys()):
-        problem = "lacks" if differing[0] in masters else "has an unknown"
-        raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")
+    tensors = _decoder_tensors(decoder, tensors, masters)
     for name, master in masters.items():
         tensors[name] = shared(name, tensors[name], len(master))
-        if master.shape != tensors[name].shape:
-            raise UserError(
-                f"{name} must have the shape {tuple(master.shape)}, got {tuple(tensors[name].shape)}"
-            )
+        expected, shape = tuple(master.shape), tuple(tensors[name].shape)
+        if expected != shape:
+            raise UserError(f"{name} must have the shape {expected}, got {shape}")
     for name, master in masters.items():
         master.copy_(tensors[name])
     publish(decoder)
 
 
+def _decoder_tensors(
+    decoder: PolicyModel, tensors: Mapping[str, Tensor], names: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the tensors under the decoder's names; raise UserError unless these are `names`."""
+    tensors = decoder_tensors(decoder.architecture, tensors, names)
+    if differing := sorted(set(names) ^ tensors.keys()):
+        problem = "lacks" if differing[0] in names else "has an unknown"
+        raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")
+    return tensors
+
+
 def merged_expert(experts: ExpertLinear, index: int) -> Tensor:
     """Return one expert's W + scaling * B @ A, float64 [N, K]."""
     assert experts.weight is not None
-    weight = experts.weight[index]
-    weight_NK = weight.operand(torch.float32).double() * weight.alpha.double().reshape(-1, 1)
-    if experts.lora_A is not None:
-        a_RK, b_NR = (
-            t[index if len(t) > 1 else 0].detach().double() for t in (experts.lora_A, experts.lora_B)
-        )
-        weight_NK += experts.scaling * (b_NR @ a_RK)
-    return weight_NK
+    if experts.lora_A is None:
+        return _merged(experts.weight[index])
+    a_RK, b_NR = (t[index if len(t) > 1 else 0] for t in (experts.lora_A, experts.lora_B))
+    return _merged(experts.weight[index], a_RK, b_NR, experts.scaling)
 
 
 def merged_weight(linear: QuantLinear) -> Tensor:
@@ -238,7 +236,13 @@ def merged_weight(linear: QuantLinear) -> Tensor:
     if linear.full is not None:
         return linear.full.detach().double()
     assert linear.weight is not None
-    weight_NK = linear.weight.operand(torch.float32).double() * linear.weight.alpha.double().reshape(-1, 1)
-    if linear.lora_A is not None:
-        weight_NK += linear.scaling * (linear.lora_B.detach().double() @ linear.lora_A.detach().double())
+    return _merged(linear.weight, linear.lora_A, linear.lora_B, linear.scaling)
+
+
+def _merged(
+    weight: PackedWeight, a_RK: Tensor | None = None, b_NR: Tensor | None = None, scaling: float = 0.0
+) -> Tensor:
+    weight_NK = weight.operand(torch.float32).double() * weight.alpha.double().reshape(-1, 1)
+    if a_RK is not None and b_NR is not None:
+        weight_NK += scaling * (b_NR.detach().double() @ a_RK.detach().double())
     return weight_NK

@@ -18,7 +18,7 @@ from qerl.errors import UserError
 from qerl.models.architecture import Architecture
 
 _PLACES = {"gate_up_proj": "base_layer.", "down_proj": ""}
-_OWN = "mlp.experts."
+_EXPERTS = "mlp.experts."
 
 
 def expert_parameters(a: Architecture | None) -> list[str]:
@@ -28,47 +28,45 @@ def expert_parameters(a: Architecture | None) -> list[str]:
 
 def to_peft(a: Architecture | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return masters with those of experts as PEFT has them."""
-    found = dict(tensors)
+    result = dict(tensors)
     for at, name in _stacks(tensors):
-        keys = [f"{at}{_OWN}{name}.lora_{side}.weight" for side in "AB"]
-        if not all(key in found for key in keys):
+        keys = [f"{at}{_EXPERTS}{name}.lora_{side}.weight" for side in "AB"]
+        if not all(key in result for key in keys):
             continue
-        a_ERK, b_ENR = (found.pop(key).detach() for key in keys)
+        a_ERK, b_ENR = (result.pop(key).detach() for key in keys)
         num = max(len(a_ERK), len(b_ENR))
         a_ERK, b_ENR = a_ERK.expand(num, -1, -1), b_ENR.expand(num, -1, -1)
         target = f"{at}{_block(a)}.experts.{_PLACES[name]}lora_"
-        found[f"{target}A.weight"] = a_ERK.flatten(0, 1).contiguous()
-        found[f"{target}B.weight"] = b_ENR.permute(1, 2, 0).flatten(1).contiguous()
-    return found
+        result[f"{target}A.weight"] = a_ERK.flatten(0, 1).contiguous()
+        result[f"{target}B.weight"] = b_ENR.permute(1, 2, 0).flatten(1).contiguous()
+    return result
 
 
 def from_peft(
     a: Architecture | None, tensors: Mapping[str, Tensor], masters: Iterable[str]
 ) -> dict[str, Tensor]:
     """Invert to_peft: return A and B of each expert; tensors with the decoder's own names stay as they are.
-    masters: the names of all that the decoder has."""
-    found = dict(tensors)
+    masters: the names of all masters of the decoder."""
+    result = dict(tensors)
     num = 0 if a is None or a.mixture is None else a.mixture.num_experts
     for at, name in _stacks(masters):
         target = f"{at}{_block(a)}.experts.{_PLACES[name]}lora_"
         keys = [f"{target}{side}.weight" for side in "AB"]
-        if not num or not all(key in found for key in keys):
+        if not num or not all(key in result for key in keys):
             continue
-        a_SK, b_NS = (found.pop(key) for key in keys)
+        a_SK, b_NS = (result.pop(key) for key in keys)
         if a_SK.dim() != 2 or b_NS.dim() != 2 or len(a_SK) % num or b_NS.shape[1] != len(a_SK):
-            raise UserError(
-                f"{keys[1]} must have one column for each row of lora_A, {num} times the rank, got shapes"
-                f" {tuple(a_SK.shape)} and {tuple(b_NS.shape)}"
-            )
-        own = f"{at}{_OWN}{name}.lora_"
-        found[f"{own}A.weight"] = a_SK.unflatten(0, (num, -1))
-        found[f"{own}B.weight"] = b_NS.unflatten(1, (-1, num)).permute(2, 0, 1)
-    return found
+            shapes = f"{tuple(a_SK.shape)} and {tuple(b_NS.shape)}"
+            columns = f"one column for each row of lora_A, {num} times the rank"
+            raise UserError(f"{keys[1]} must have {columns}, got shapes {shapes}")
+        stack = f"{at}{_EXPERTS}{name}.lora_"
+        result[f"{stack}A.weight"] = a_SK.unflatten(0, (num, -1))
+        result[f"{stack}B.weight"] = b_NS.unflatten(1, (-1, num)).permute(2, 0, 1)
+    return result
 
 
 def shared(name: str, tensor: Tensor, num: int) -> Tensor:
-    """Return the one of which all are copies, if num is 1 and there are more. Raise UserError if they are
-    not equal."""
+    """Return the tensor; if num is 1, the first of its equal parts. Raise UserError if they differ."""
     if tensor.dim() != 3 or num != 1 or len(tensor) == 1:
         return tensor
     if not torch.equal(tensor, tensor[:1].expand_as(tensor)):
@@ -86,10 +84,10 @@ def experts_of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"target_parameters must be the experts' {', '.join(_PLACES)}, got {targets!r}")
     patterns, rank = settings.get("rank_pattern") or {}, settings.get("r")
     ranks = {patterns.get(each, rank) for each in targets}
-    found = next(iter(ranks))
-    if len(ranks) != 1 or not isinstance(found, int) or settings.get("alpha_pattern", {}).keys() & {*targets}:
+    rank = next(iter(ranks))
+    if len(ranks) != 1 or not isinstance(rank, int) or settings.get("alpha_pattern", {}).keys() & {*targets}:
         raise UserError(f"the experts' parameters must have one rank, and lora_alpha; got {patterns!r}")
-    return {"experts": "per_expert", "expert_rank": found}
+    return {"experts": "per_expert", "expert_rank": rank}
 
 
 def without_experts(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,10 +104,11 @@ def _block(a: Architecture | None) -> str:
 
 def _stacks(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return (the layer's name with a dot, gate_up_proj or down_proj) of each stack with an adapter."""
-    found = {}
-    for name in names:
-        for part in _PLACES:
-            ending = f"{_OWN}{part}.lora_A.weight"
-            if name.endswith(f".{ending}"):
-                found[name.removesuffix(ending), part] = None
-    return list(found)
+    endings = {part: f"{_EXPERTS}{part}.lora_A.weight" for part in _PLACES}
+    stacks = (
+        (name.removesuffix(ending), part)
+        for name in names
+        for part, ending in endings.items()
+        if name.endswith(f".{ending}")
+    )
+    return list(dict.fromkeys(stacks))

@@ -9,7 +9,7 @@ with 3 times the rank and alpha, so that alpha / rank is the same. The other way
 that PEFT trained is split by B's rows: each linear has the same A.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ PEFT_PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of transformers' model."""
 PREFIX = f"{PEFT_PREFIX}model."
 _LANGUAGE = "base_model.model.model.language_model."
-_FUSED = {  # of all families; which one it is, is not known where an adapter is given on the command line
+_FUSED = {  # of all families: the family of an adapter on the command line is not known
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "input_linear": ("gate_proj", "up_proj"),
@@ -38,35 +38,35 @@ def peft_tensors(architecture: Architecture | None, tensors: Mapping[str, Tensor
     if architecture is None:
         return dict(tensors)
     prefix = PREFIX if architecture.part_of is None else _LANGUAGE
-    found = to_peft(architecture, tensors)
-    for stored, at in _places(architecture, found):
-        parts = _present(stored, at, found)
-        a = [found.pop(f"{at}{part}.lora_A.weight") for part in parts]
-        b = [found.pop(f"{at}{part}.lora_B.weight") for part in parts]
-        found[f"{at}{stored.name}.lora_A.weight"] = torch.cat(a)
-        found[f"{at}{stored.name}.lora_B.weight"] = _blocks(architecture, stored, parts, b)
-    return {name.replace(PREFIX, prefix, 1): tensor for name, tensor in found.items()}
+    result = to_peft(architecture, tensors)
+    for stored, at in _places(architecture, result):
+        parts = _present(stored, at, result)
+        a = [result.pop(f"{at}{part}.lora_A.weight") for part in parts]
+        b = [result.pop(f"{at}{part}.lora_B.weight") for part in parts]
+        result[f"{at}{stored.name}.lora_A.weight"] = torch.cat(a)
+        result[f"{at}{stored.name}.lora_B.weight"] = _blocks(architecture, stored, parts, b)
+    return {name.replace(PREFIX, prefix, 1): tensor for name, tensor in result.items()}
 
 
 def decoder_tensors(
     architecture: Architecture | None, tensors: Mapping[str, Tensor], masters: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return an adapter's tensors under the decoder's names; masters: the names of all that it has."""
+    """Return an adapter's tensors under the decoder's names; masters: the names of all its masters."""
     if architecture is None:
         return dict(tensors)
-    found = {name.replace(_LANGUAGE, PREFIX, 1): tensor for name, tensor in tensors.items()}
-    wanted = dict.fromkeys(masters, torch.empty(0))
-    found = from_peft(architecture, found, wanted)
-    for stored, at in _places(architecture, wanted):
+    masters = dict.fromkeys(masters)
+    result = {name.replace(_LANGUAGE, PREFIX, 1): tensor for name, tensor in tensors.items()}
+    result = from_peft(architecture, result, masters)
+    for stored, at in _places(architecture, masters):
         names = [f"{at}{stored.name}.lora_{side}.weight" for side in "AB"]
-        if not all(name in found for name in names):
+        if not all(name in result for name in names):
             continue
-        parts = _present(stored, at, wanted)
-        a, b = (found.pop(name) for name in names)
+        parts = _present(stored, at, masters)
+        a, b = (result.pop(name) for name in names)
         for part, each in zip(parts, _split(architecture, stored, parts, a, b, names[1]), strict=True):
             for side, tensor in zip("AB", each, strict=True):
-                found[f"{at}{part}.lora_{side}.weight"] = tensor.contiguous()
-    return found
+                result[f"{at}{part}.lora_{side}.weight"] = tensor.contiguous()
+    return result
 
 
 def peft_targets(
@@ -88,11 +88,11 @@ def peft_targets(
     modules: Any = names
     if architecture.part_of is not None:  # other modalities have linears of the same names
         modules = rf".*\.language_model\..*\.({'|'.join(names)})"
-    found: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": modules}
+    entries: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": modules}
     if patterns:
-        found["rank_pattern"] = {name: count * rank for name, count in patterns.items()}
-        found["alpha_pattern"] = {name: count * alpha for name, count in patterns.items()}
-    return found
+        entries["rank_pattern"] = {name: count * rank for name, count in patterns.items()}
+        entries["alpha_pattern"] = {name: count * alpha for name, count in patterns.items()}
+    return entries
 
 
 def decoder_targets(settings: Mapping[str, Any]) -> list[str] | None:
@@ -117,29 +117,28 @@ def check_patterns(settings: Mapping[str, Any]) -> None:
         for count in range(1, len(parts) + 1)
         if isinstance(rank, int) and isinstance(alpha, int | float)
     }
-    found = [(name, ranks.get(name), alphas.get(name)) for name in {**ranks, **alphas}]
-    if odd := [each for each in found if each not in known]:
+    patterns = [(name, ranks.get(name), alphas.get(name)) for name in {**ranks, **alphas}]
+    if odd := [each for each in patterns if each not in known]:
         raise UserError(
             f"rank_pattern and alpha_pattern must give the other ranks of linears stored as one,"
             f" got {odd[0][1]!r} and {odd[0][2]!r} for {odd[0][0]}"
         )
 
 
-def _places(architecture: Architecture, tensors: Mapping[str, Any]) -> list[tuple[StoredLinear, str]]:
+def _places(architecture: Architecture, tensors: Collection[str]) -> list[tuple[StoredLinear, str]]:
     """Return each stored linear of which a part has an adapter, and the name of its layer with a dot."""
-    found = {}
-    for stored in architecture.stored_linears:
-        for part in stored.holds:
-            if part.startswith("mlp.experts."):
-                continue  # their adapters keep the decoder's names
-            ending = f"{part}.lora_A.weight"
-            for name in tensors:
-                if name.endswith(f".{ending}"):
-                    found[stored, name.removesuffix(ending)] = None
-    return list(found)
+    places = (
+        (stored, name.removesuffix(f"{part}.lora_A.weight"))
+        for stored in architecture.stored_linears
+        for part in stored.holds
+        if not part.startswith("mlp.experts.")  # adapters of experts keep the decoder's names
+        for name in tensors
+        if name.endswith(f".{part}.lora_A.weight")
+    )
+    return list(dict.fromkeys(places))
 
 
-def _present(stored: StoredLinear, at: str, tensors: Mapping[str, Any]) -> list[str]:
+def _present(stored: StoredLinear, at: str, tensors: Collection[str]) -> list[str]:
     return [part for part in stored.holds if f"{at}{part}.lora_A.weight" in tensors]
 
 
@@ -152,10 +151,9 @@ def _blocks(architecture: Architecture, stored: StoredLinear, parts: list[str], 
     """Return B of all linears, zero for those without an adapter."""
     widths, rank = _widths(architecture, stored), b[0].shape[1]
     whole = b[0].new_zeros(sum(widths), rank * len(parts))
-    columns = iter(whole.split(rank, 1))
-    for part, row_start, width in zip(stored.holds, _starts(widths), widths, strict=True):
-        if part in parts:
-            next(columns)[row_start : row_start + width] = b[parts.index(part)]
+    rows = dict(zip(stored.holds, whole.split(widths), strict=True))
+    for index, part in enumerate(parts):
+        rows[part][:, index * rank : (index + 1) * rank] = b[index]
     return whole
 
 
@@ -166,8 +164,8 @@ def _split(
     widths = _widths(architecture, stored)
     if b.shape != (sum(widths), len(a)):
         raise UserError(f"{name} must have the shape {(sum(widths), len(a))}, got {tuple(b.shape)}")
-    starts = dict(zip(stored.holds, _starts(widths), strict=True))
-    rows = [b[starts[part] :][: widths[stored.holds.index(part)]] for part in parts]
+    by_part = dict(zip(stored.holds, b.split(widths), strict=True))
+    rows = [by_part[part] for part in parts]
     if len(a) % len(parts) == 0:
         rank = len(a) // len(parts)
         columns = [each[:, i * rank : (i + 1) * rank] for i, each in enumerate(rows)]
@@ -176,7 +174,3 @@ def _split(
     if len(parts) < len(stored.holds):
         raise UserError(f"{name} is one adapter of {', '.join(stored.holds)}: target all of them")
     return [(a, each) for each in rows]
-
-
-def _starts(widths: list[int]) -> list[int]:
-    return [sum(widths[:index]) for index in range(len(widths))]

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl.config import AdapterConfig
-from qerl.errors import UserError, did_you_mean_folder
+from qerl.errors import UserError, did_you_mean_folder, naming
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.peft.peft_experts import experts_of_settings, without_experts
 from qerl.models.peft.peft_names import check_patterns, decoder_targets
@@ -37,11 +37,9 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
     for key, option, value in (("r", "rank", config.rank), ("lora_alpha", "alpha", config.alpha)):
         if settings.get(key) != value:
             raise UserError(f"{folder}: {key} is {settings.get(key)!r}, adapter.{option} is {value!r}")
-    targets = decoder_targets(settings)
-    if targets is not None and targets != sorted(set(config.target_modules)):
-        raise UserError(
-            f"{folder}: targets {targets}, adapter.target_modules are {sorted(set(config.target_modules))}"
-        )
+    targets, expected = decoder_targets(settings), sorted(set(config.target_modules))
+    if targets is not None and targets != expected:
+        raise UserError(f"{folder}: targets {targets}, adapter.target_modules are {expected}")
     _check_experts(folder, settings, config)
     try:
         return load_file(folder / ADAPTER)
@@ -50,13 +48,11 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
 
 
 def _check_experts(folder: Path, settings: dict[str, Any], config: AdapterConfig) -> None:
-    found = experts_of_settings(settings)
-    rank = None if config.experts == "none" else config.expert_rank
-    if found.get("expert_rank") != rank:
-        raise UserError(
-            f"{folder}: the adapters of experts have rank {found.get('expert_rank')},"
-            f" adapter.experts {config.experts} needs {rank}"
-        )
+    rank = experts_of_settings(settings).get("expert_rank")
+    needed = None if config.experts == "none" else config.expert_rank
+    if rank != needed:
+        needs = f"adapter.experts {config.experts} needs {needed}"
+        raise UserError(f"{folder}: the adapters of experts have rank {rank}, {needs}")
 
 
 def adapter_config(path: str) -> AdapterConfig:
@@ -71,13 +67,9 @@ def adapter_config(path: str) -> AdapterConfig:
         raise UserError(
             f"{folder}: target_modules must be a list of names, got {named!r}; see adapter.target_modules"
         )
-    return AdapterConfig(
-        rank=rank,
-        alpha=float(alpha),
-        target_modules=tuple(targets),
-        init_from=path,
-        **experts_of_settings(settings),
-    )
+    experts = experts_of_settings(settings)
+    names = tuple(targets)
+    return AdapterConfig(rank=rank, alpha=float(alpha), target_modules=names, init_from=path, **experts)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -93,12 +85,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     settings = read_json(folder / ADAPTER_CONFIG)
     for key, allowed in _SUPPORTED.items():
         if settings.get(key, allowed[0]) not in allowed:
-            raise UserError(
-                f"{folder}: {key} is {settings[key]!r}; only plain LoRA is supported, {allowed[0]!r}"
-            )
-    try:
+            reason = f"only plain LoRA is supported, {allowed[0]!r}"
+            raise UserError(f"{folder}: {key} is {settings[key]!r}; {reason}")
+    with naming(folder):
         experts_of_settings(settings)
         check_patterns(without_experts(settings))
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
     return settings

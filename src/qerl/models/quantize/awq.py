@@ -10,8 +10,8 @@ m_k is the mean |x_k| over a text. diag(1 / s) is folded into the module that ma
     down         into up's rows
 
 The norm's weight is stored in bfloat16: s is recomputed from the rounded weight, so that the two still
-cancel. Where the residual stream is read without a norm, and into the gated norm
-of Gated DeltaNet, nothing is folded.
+cancel. Nothing is folded where linears read the residual stream without a norm, nor into the gated norm of
+Gated DeltaNet.
 
 alpha is the value among 0, 1/20, ... 1 that minimizes the sum over the linears of
 |W x - Q(W diag(s)) diag(1 / s) x|^2 over rows x of the text. alpha 0 gives s = 1, plain rounding, so the
@@ -23,7 +23,6 @@ A ScaledCheckpoint is a Checkpoint: it is read, quantized and written like any o
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,15 +34,12 @@ from torch import Tensor
 from qerl.algo.batches import batches
 from qerl.errors import UserError
 from qerl.formats import PackedWeight
-from qerl.kernels.attention.attention_options import AttentionOptions
-from qerl.kernels.attention.tree_attention import TreeLayout, tree_attention
 from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.source import Checkpoint
 from qerl.models.checkpoint.state_dict import linear_groups, read_float
 from qerl.models.decoder import Decoder, RunLayer, run_layer
-from qerl.models.delta_net import recur_over
 from qerl.models.layer_spec import check_dense, layer_specs
-from qerl.types import Tree
+from qerl.models.quantize.calibration import pack_groups
 
 NUM_ALPHAS = 20
 NUM_ERROR_ROWS = 512
@@ -105,20 +101,9 @@ def run_sequences(
     decoder: Decoder, sequences: Sequence[Sequence[int]], run_layer: RunLayer = run_layer
 ) -> Tensor:
     """Return hidden_TD of the concatenated sequences; `run_layer` calls each layer."""
-    device = decoder.device
-    starts = itertools.accumulate(map(len, sequences), initial=0)
-    trees = [
-        Tree(start=start, prompt_tokens=len(tokens), branch_tokens=())
-        for start, tokens in zip(starts, sequences, strict=False)
-    ]
-    layout = TreeLayout.of(trees, device)
-
-    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions) -> Tensor:
-        return tree_attention(q_TNH, k_TKH, v_TKH, layout, options)
-
-    tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
-    positions_T = torch.cat([torch.arange(len(tokens), device=device) for tokens in sequences])
-    return decoder(tokens_T, positions_T, attend, run_layer, recur=recur_over(trees, device))
+    groups = ((list(tokens), []) for tokens in sequences)
+    rows = pack_groups(groups, max_tokens=sum(map(len, sequences)), device=decoder.device)
+    return decoder(rows.tokens_T, rows.positions_T, rows.attend, run_layer, recur=rows.recur)
 
 
 def awq(
@@ -132,15 +117,11 @@ def awq(
         for spec in layer.groups:
             if spec.input_from is None:
                 continue
-            group, before, is_o = (
-                [f"{at}.{x.name}" for x in spec.linears],
-                f"{at}.{spec.input_from}",
-                spec is layer.o,
-            )
-            found = inputs[group[0]]
-            mean_K = _mean_over_shared_heads(found.mean_K, architecture) if is_o else found.mean_K
+            group, before = [f"{at}.{x.name}" for x in spec.linears], f"{at}.{spec.input_from}"
+            mean_K, rows_SK, is_o = inputs[group[0]].mean_K, inputs[group[0]].rows_SK, spec is layer.o
+            mean_K = _mean_over_shared_heads(mean_K, architecture) if is_o else mean_K
             weights = [read_float(checkpoint, f"{linear}.weight").to(mean_K.device) for linear in group]
-            s_K = search_scales(weights, mean_K, found.rows_SK, encode).cpu()
+            s_K = search_scales(weights, mean_K, rows_SK, encode).cpu()
             if spec.input_from in layer.norm_widths:
                 s_K = _exact_in_bf16(read_float(checkpoint, f"{before}.weight").float(), s_K)
             for linear in group:
@@ -153,7 +134,7 @@ def awq(
 
 def search_scales(weights: list[Tensor], mean_K: Tensor, rows_SK: Tensor, encode: Encode) -> Tensor:
     """Return s [K] of the best alpha, fp32."""
-    best, least = torch.ones_like(mean_K), math.inf
+    best, lowest = torch.ones_like(mean_K), math.inf
     for step in range(NUM_ALPHAS + 1):
         s_K = channel_scales(mean_K, step / NUM_ALPHAS)
         packed = encode([weight.float() * s_K for weight in weights])
@@ -161,8 +142,8 @@ def search_scales(weights: list[Tensor], mean_K: Tensor, rows_SK: Tensor, encode
             ((p.decode() / s_K - weight.float()) @ rows_SK.T).square().sum().item()
             for p, weight in zip(packed, weights, strict=True)
         )
-        if error < least:
-            best, least = s_K, error
+        if error < lowest:
+            best, lowest = s_K, error
     return best
 
 
@@ -215,9 +196,5 @@ class ScaledCheckpoint:
         return self._of(name, 1)
 
     def _of(self, name: str, axis: int) -> Tensor:
-        factors = self._factors.get(name, (None, None))[axis]
-        return (
-            torch.ones(self.shapes[name][min(axis, len(self.shapes[name]) - 1)])
-            if factors is None
-            else factors
-        )
+        factors, shape = self._factors.get(name, (None, None))[axis], self.shapes[name]
+        return torch.ones(shape[min(axis, len(shape) - 1)]) if factors is None else factors

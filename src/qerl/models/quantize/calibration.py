@@ -31,16 +31,10 @@ class Calibration:
     recur: Recur
 
 
-def load_calibration(
-    run: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, device: torch.device
-) -> Calibration:
-    """Return about max_tokens rows of the run's samples.jsonl."""
-    return read_calibration(run / "samples.jsonl", tokenizer, max_tokens=max_tokens, device=device)
-
-
 def read_calibration(
     file: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, device: torch.device
 ) -> Calibration:
+    """Return about max_tokens rows of a run's samples.jsonl."""
     groups = tokenize_groups(file, tokenizer, max_tokens)
     first = next(groups, None)
     if first is None:

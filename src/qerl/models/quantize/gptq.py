@@ -38,8 +38,8 @@ Kind = type[NVFP4] | type[MXFP4]
 def requantize(
     decoder: Decoder, rows: Calibration, *, notice: Callable[[str], None], kind: Kind = NVFP4
 ) -> None:
-    """Replace every linear and expert of a float32 decoder by 4 bits with its adapter merged in, layer by
-    layer; but what `qerl quantize` leaves in BF16. Raise UserError if experts cannot be written so."""
+    """Quantize every linear and expert of a float32 decoder to 4 bits, its adapter merged in, layer by layer;
+    what `qerl quantize` leaves in BF16 stays. Raise UserError if experts cannot be written in this format."""
     plain = unquantized_linears(as_written(decoder.architecture, kind.name))
     names = {id(linear): name for name, linear in decoder.linears()}
 
@@ -112,8 +112,8 @@ def _requantize_experts(
 def _rounded(weights: list[PackedWeight | None], target_NK: Tensor, h_KK: Tensor, kind: Kind) -> PackedWeight:
     """Return the target on the grid of the frozen weights, its codes chosen for the outputs."""
     if kind is MXFP4:
-        own = [weight.scales for weight in weights if isinstance(weight, MXFP4)]
-        scales = torch.cat(own) if len(own) == len(weights) else MXFP4.encode(target_NK).scales
+        frozen = [weight.scales for weight in weights if isinstance(weight, MXFP4)]
+        scales = torch.cat(frozen) if len(frozen) == len(weights) else MXFP4.encode(target_NK).scales
         # A block of zeros has the scale 0, too small for rounding's sums: its codes stay 0 at any scale.
         steps = scales.view(torch.float8_e8m0fnu).float().clamp(min=1e-30)
         codes = e2m1.encode(round_to_grid(target_NK, _spread(steps, target_NK), h_KK, sweeps=SWEEPS))
@@ -128,11 +128,12 @@ def _spread(steps_NB: Tensor, like_NK: Tensor) -> Tensor:
 
 
 def _grid(weights: list[PackedWeight | None], target_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (scales of all rows, shared global scale): the frozen weights' own, or else the target's."""
-    own = [weight for weight in weights if isinstance(weight, NVFP4)]
-    if len(own) == len(weights) and all(weight.alpha == own[0].alpha for weight in own):
-        scales = torch.cat([weight.scales for weight in own])
+    """Return (scales of all rows, shared global scale) of the frozen weights, if they share one, else of the
+    target."""
+    frozen = [weight for weight in weights if isinstance(weight, NVFP4)]
+    if len(frozen) == len(weights) and all(weight.alpha == frozen[0].alpha for weight in frozen):
+        scales = torch.cat([weight.scales for weight in frozen])
         if scales.float().min() > 0:
-            return scales, own[0].global_scale
+            return scales, frozen[0].global_scale
     encoded = NVFP4.encode(target_NK)
     return encoded.scales, encoded.global_scale

@@ -1,11 +1,11 @@
 """The note beside a merged model: what was merged into which model, and how far that moved the predictions.
 
 `export --as merged` makes it, measured on the run's own samples. Loading the model in 4 bits reads it,
-measures the KL on its tokens, and tells
+measures the KL on its tokens, and reports
 
-    kept = 1 - KL(merged || quantized) / KL(merged || base)
+    kept share = 1 - KL(merged || quantized) / KL(merged || base)
 
-The demo's run showed that kept is what remains of the gain in accuracy: dev/LOG.md, 2026-11-22.
+The demo's run showed that this share of the gain in accuracy remains: dev/LOG.md, 2026-11-22.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class MergeNote:
     probes: tuple[Probe, ...]
     """Prompts and samples of the run, at most MAX_PROBE_TOKENS tokens."""
 
-    def kept(self, kl: float) -> float:
+    def kept_share(self, kl: float) -> float:
         """Return the share of the learned change that a model at this KL from the merged one keeps."""
         return min(max(1 - kl / self.base_kl, 0.0), 1.0) if self.base_kl > 0 else 1.0
 

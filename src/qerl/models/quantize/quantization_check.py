@@ -1,8 +1,8 @@
-"""Tell in one line what quantizing a float checkpoint changed, and warn where that is more than it should be.
+"""Say in one line what quantizing a float checkpoint changed, and warn if it changed too much.
 
 With the note of `export --as merged` (merge_note.py) the line says which share of the learned change is left.
-Without one, weights that lie on the format's grid already give a merge into quantized weights away: NVFP4
-moves others by 9.5 %, the demo's merged model by 0.2 %, and takes back what was learned.
+Without one, weights that lie on the format's grid already are the sign of a merge into quantized weights:
+NVFP4 moves others by 9.5 %, the demo's merged model by 0.2 %, and undoes what was learned.
 """
 
 import itertools
@@ -77,12 +77,12 @@ def describe(
 ) -> str:
     kl = f"KL to the float weights {error.kl:.3f} nats per token"
     if note is not None:
-        kept = note.kept(error.kl)
+        kept_share = note.kept_share(error.kl)
         line = (
-            f"{format} keeps {kept:.0%} of what {note.run} learned: {kl},"
+            f"{format} keeps {kept_share:.0%} of what {note.run} learned: {kl},"
             f" {note.base_kl:.3f} of the model before training ({error.num_tokens} tokens of its samples)"
         )
-        return line if kept >= MIN_KEPT else f"warning: {line}; {advice}"
+        return line if kept_share >= MIN_KEPT else f"warning: {line}; {advice}"
     line = f"{format}: {kl}, top-1 agreement {error.agreement:.0%}, over {error.num_tokens} tokens of {of}"
     is_on_grid = format in FOUR_BITS and error.weight_error < GRID_WEIGHT_ERROR
     if is_on_grid and error.kl > GRID_KL:

@@ -58,10 +58,9 @@ def transformers_config(source: ModelSource) -> PreTrainedConfig:
     """Read config.json into transformers' class; no code of the checkpoint is run."""
     try:
         return AutoConfig.from_pretrained(str(source.path), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever a damaged config raises in any of transformers' classes
-        raise UserError(
-            f"{source.path}: transformers cannot read config.json: {first_line(error)}"
-        ) from error
+    except Exception as error:  # a damaged config raises errors of many types
+        reason = first_line(error)
+        raise UserError(f"{source.path}: transformers cannot read config.json: {reason}") from error
 
 
 def language_limits(config: PreTrainedConfig) -> tuple[int, int, int]:
@@ -71,8 +70,8 @@ def language_limits(config: PreTrainedConfig) -> tuple[int, int, int]:
     once one of its sequences is longer, so a sample would depend on those beside it.
     """
     text = config.get_text_config()
-    found = (getattr(text, name, None) for name in _POSITIONS)
-    positions = next((n for n in found if isinstance(n, int) and n > 0), _UNLIMITED)
+    limits = (getattr(text, name, None) for name in _POSITIONS)
+    positions = next((n for n in limits if isinstance(n, int) and n > 0), _UNLIMITED)
     rope = getattr(text, "rope_parameters", None) or {}
     for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if settings.get("rope_type") == "longrope":

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as TEXT_MODELS
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from qerl.errors import UserError
+from qerl.errors import UserError, naming
 from qerl.formats import BF16, FORMATS
 from qerl.models.checkpoint.layouts import with_layout
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
@@ -48,27 +48,24 @@ def load_transformers_model(
     compute_buffers(model, device)
     weights = StreamedWeights(model, checkpoint)
     linears = _replace_linears(model, compute, device)
-    try:
+    with naming(source.path):
         if not linears:
-            raise UserError(
-                f"the layers of {type(model).__name__} have no torch.nn.Linear that can be packed"
-            )
+            name = type(model).__name__
+            raise UserError(f"the layers of {name} have no torch.nn.Linear that can be packed")
         filled = _fill_packed(checkpoint, linears, format, device)
         weights.skip(filled)
         misfits = _fill(model, weights, linears, format, compute, device, filled)
         _check_filled(model, weights.names, filled)
         model.tie_weights()
-    except UserError as error:
-        raise UserError(f"{source.path}: {error}") from error
     for linear in linears.values() if resident else ():
         linear.make_resident()
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and compute != torch.float32:
         model.set_output_embeddings(FloatHead(head))
-    found = TransformersModel(model, compute, device)
-    found.notices = _notices(found, format, misfits, weights.unused, obstacle(checkpoint.config))
-    _try(found)
-    return found
+    policy = TransformersModel(model, compute, device)
+    policy.notices = _notices(policy, format, misfits, weights.unused, obstacle(checkpoint.config))
+    _try(policy)
+    return policy
 
 
 def _replace_linears(
@@ -78,18 +75,17 @@ def _replace_linears(
     by name. Linears for images and sound stay as they are: nothing runs them."""
     lists = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
     language = set(model.get_decoder().modules())
-    found: dict[str, SequenceLinear] = {}
+    linears: dict[str, SequenceLinear] = {}
     for name, module in list(model.named_modules()):
-        if module not in language:
+        last = name.rpartition(".")[2]
+        if module not in language or last in _UNPACKED or not name.startswith(lists):
             continue
-        parent, _, last = name.rpartition(".")
-        if not isinstance(module, nn.Linear) or last in _UNPACKED or not name.startswith(lists):
-            continue
-        if type(module).forward is nn.Linear.forward or type(module).__name__ in _SAME_PRODUCT:
+        is_product = type(module).__name__ in _SAME_PRODUCT
+        if isinstance(module, nn.Linear) and (is_product or type(module).forward is nn.Linear.forward):
             k, n, has_bias = module.in_features, module.out_features, module.bias is not None
-            found[name] = SequenceLinear(k, n, has_bias=has_bias, compute=compute, device=device)
-            setattr(model.get_submodule(parent), last, found[name])
-    return found
+            linears[name] = SequenceLinear(k, n, has_bias=has_bias, compute=compute, device=device)
+            model.set_submodule(name, linears[name])
+    return linears
 
 
 def _fill(
@@ -114,8 +110,8 @@ def _fill(
             continue
         linear = linears[module]
         if tensor.shape != (linear.out_width, linear.in_width):
-            must = [linear.out_width, linear.in_width]
-            raise UserError(f"{name} is {list(tensor.shape)}, must be {must}")
+            expected = [linear.out_width, linear.in_width]
+            raise UserError(f"{name} is {list(tensor.shape)}, must be {expected}")
         tensor = tensor.to(device)
         try:
             linear.load_weight(FORMATS[format].encode(tensor))
@@ -129,16 +125,16 @@ def _fill_packed(
     checkpoint: Checkpoint, linears: dict[str, SequenceLinear], format: str, device: torch.device
 ) -> set[str]:
     """Fill linears whose codes the checkpoint has in this format; return the names of their weights."""
-    found: set[str] = set()
+    filled: set[str] = set()
     if not isinstance(checkpoint, PackedCheckpoint):
-        return found
+        return filled
     for name, linear in linears.items():
         shape = linear.out_width, linear.in_width
         packed = checkpoint.packed(name) if checkpoint.shapes.get(f"{name}.weight") == shape else None
         if packed is not None and packed.name == format:
             linear.load_weight(packed.to(device))
-            found.add(f"{name}.weight")
-    return found
+            filled.add(f"{name}.weight")
+    return filled
 
 
 def _check_filled(model: PreTrainedModel, names: Iterable[str], filled: set[str]) -> None:
@@ -149,19 +145,19 @@ def _check_filled(model: PreTrainedModel, names: Iterable[str], filled: set[str]
 
 
 def _notices(
-    found: TransformersModel, format: str, misfits: list[str], unused: list[str], obstacle: str | None
+    policy: TransformersModel, format: str, misfits: list[str], unused: list[str], obstacle: str | None
 ) -> list[str]:
-    linears = dict(found.linears())
-    packed = sum(linear.num_bytes for linear in linears.values())
-    experts = [(n, p) for n, p in found.model.named_parameters() if p.dim() == 3 and ".experts." in n]
-    dtype = str(found.compute).removeprefix("torch.")
+    linears = [linear.num_bytes for _, linear in policy.linears()]
+    packed = sum(linears)
+    experts = [(n, p) for n, p in policy.model.named_parameters() if p.dim() == 3 and ".experts." in n]
+    dtype = str(policy.compute).removeprefix("torch.")
     lines = [
-        f"model.backend transformers: transformers' own code runs {found.family}, correctly but slowly: no"
+        f"model.backend transformers: transformers' own code runs {policy.family}, correctly but slowly: no"
         " fused kernels, no paged KV cache, no packing",
         f"{len(linears)} linears are in {format} ({packed / 1e6:,.1f} MB); the other weights stay in {dtype}"
-        f" ({(found.num_bytes - packed) / 1e6:,.1f} MB)",
+        f" ({(policy.num_bytes - packed) / 1e6:,.1f} MB)",
     ]
-    if obstacle is not None and found.family in FAMILIES.keys() | MULTIMODAL.keys():
+    if obstacle is not None and policy.family in FAMILIES.keys() | MULTIMODAL.keys():
         lines.append(f"our decoder does not run it: {obstacle}")
     if experts:
         size = sum(p.nbytes for _, p in experts) / 1e6
@@ -173,24 +169,24 @@ def _notices(
         lines.append(f"{_listed(misfits)}: in bf16, as the shape does not fit the blocks of {format}")
     if unused:
         lines.append(f"{len(unused)} tensors of the checkpoint are not used: {_listed(unused)}")
-    norms = f"{len(found.norms)} RMSNorms of width {found.width}" if found.norms else "no RMSNorm"
-    return [*lines, f"noise (AQN) applies to {norms} in the layers of {found.family}"]
+    norms = f"{len(policy.norms)} RMSNorms of width {policy.width}" if policy.norms else "no RMSNorm"
+    return [*lines, f"noise (AQN) applies to {norms} in the layers of {policy.family}"]
 
 
 @torch.no_grad()
-def _try(found: TransformersModel) -> None:
+def _try(policy: TransformersModel) -> None:
     """Run a few tokens, so that code which reads a replaced linear's weight, or whose tokens see later ones,
     is refused before a run begins."""
-    each_13 = torch.tensor([[[0, 1, 2]], [[0, 1, 3]]], device=found.device)
+    each_13 = torch.tensor([[[0, 1, 2]], [[0, 1, 3]]], device=policy.device)
     try:
-        one, other = (found.model(t, use_cache=i == 1).logits[0, :2].float() for i, t in enumerate(each_13))
+        one, other = (policy.model(t, use_cache=i == 1).logits[0, :2].float() for i, t in enumerate(each_13))
     except Exception as error:  # of transformers' code
         raise UserError(
-            f"{found.family}: transformers' code does not run with quantized linears, choose another model:"
+            f"{policy.family}: transformers' code does not run with quantized linears, choose another model:"
             f" {first_line(error)}"
         ) from error
     if (other - one).norm() > _ROUNDING * one.norm():
-        raise UserError(f"{found.family}: its tokens attend to later ones, so it cannot generate text")
+        raise UserError(f"{policy.family}: its tokens attend to later ones, so it cannot generate text")
 
 
 def _listed(names: list[str]) -> str:

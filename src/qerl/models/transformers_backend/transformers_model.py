@@ -84,7 +84,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.model, self.compute, self.device = model, compute, device
         self.family = type(model).__name__
-        self.max_positions, self.width, self._vocab_size = language_limits(model.config)
+        self.max_positions, self.width, self.vocab_size = language_limits(model.config)
         self.norms: list[ModuleNoise] = add_noise(model, self.width)
         self.noise_table = NoiseTable(self.norms)
         self.notices: Sequence[str] = ()
@@ -93,10 +93,6 @@ class TransformersModel(nn.Module):
         for _, linear in self.linears():
             assert isinstance(linear, SequenceLinear)
             linear.running = self.running
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
 
     def linears(self) -> Iterator[tuple[str, QuantLinear]]:
         """Yield every quantized linear with its name in transformers' model."""
@@ -115,18 +111,17 @@ class TransformersModel(nn.Module):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         if not self.model.supports_gradient_checkpointing:
-            raise UserError(
-                f"learn.gradient_checkpointing: transformers' {self.family} has none; set it to none"
-            )
+            reason = f"transformers' {self.family} has none; set it to none"
+            raise UserError(f"learn.gradient_checkpointing: {reason}")
         enable = getattr(self.model, "activation_checkpointing_enable", None)  # the other is its former name
         options = {"use_reentrant": False, "context_fn": self.running.contexts}
         (enable or self.model.gradient_checkpointing_enable)(options)
         for module in self.model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # of the layer alone: what it holds still drops nothing
+                module.training = True  # of the layer alone: modules in it stay in eval mode, without dropout
 
     @property
     def num_bytes(self) -> int:
-        own = [p for p in self.model.parameters() if not p.requires_grad]
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
         packed = (t for _, linear in self.linears() for t in linear.tensors)
-        return sum({id(t): t.nbytes for t in (*own, *self.model.buffers(), *packed)}.values())
+        return sum({id(t): t.nbytes for t in (*frozen, *self.model.buffers(), *packed)}.values())

@@ -47,8 +47,8 @@ class StreamedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every parameter and buffer that the checkpoint has."""
         for name, source in self._sources.items():
-            found = source.convert(name, model=self._model, config=self._model.config)
-            for target, tensors in found.items():
+            converted = source.convert(name, model=self._model, config=self._model.config)
+            for target, tensors in converted.items():
                 yield target, tensors[0] if isinstance(tensors, list) else tensors
 
     def _plan(self) -> dict[str, WeightRenaming | WeightConverter]:
@@ -68,10 +68,8 @@ class StreamedWeights:
                 if not any(each.search(name) for each in (*ignored, _COMPUTED)):
                     self.unused.append(key)
                 continue
-            if pattern is None:
-                source = sources.setdefault(name, WeightRenaming(key, name))
-            else:
-                source = sources.setdefault(name, copy.deepcopy(by_pattern[pattern]))
+            rule = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+            source = sources.setdefault(name, rule)
             read = functools.partial(self._read, key, places[name].is_floating_point())
             source.add_tensor(name, key, key if pattern is None else pattern, read)  # type: ignore[arg-type]
         return sources
@@ -83,8 +81,8 @@ class StreamedWeights:
 def fill(model: PreTrainedModel, name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
     """Put a tensor into the place of a parameter or buffer that is on the meta device; a float gets this
     dtype."""
-    module = model.get_submodule(name.rpartition(".")[0])
-    last = name.rpartition(".")[2]
+    parent, _, last = name.rpartition(".")
+    module = model.get_submodule(parent)
     place = getattr(module, last)
     if tensor.shape != place.shape:
         raise UserError(f"{name} is {list(tensor.shape)}, must be {list(place.shape)}")

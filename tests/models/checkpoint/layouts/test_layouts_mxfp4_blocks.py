@@ -1,6 +1,7 @@
 """gpt-oss stores experts in MXFP4; transformers' own decoding of the same tensors is the oracle."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qerl.errors import UserError
 from qerl.formats import MXFP4
+from qerl.models.checkpoint.layouts.folder import QuantizedFolder
+from qerl.models.checkpoint.layouts.layout import Layout, StoredWeight
 from qerl.models.checkpoint.layouts.mxfp4_blocks import block_tensors, read_expert, read_layout
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 
@@ -75,6 +78,8 @@ def test_what_is_written_is_what_is_read():
 def test_tensors_that_make_no_sense_are_named(tmp_path, change, says):
     tensors = stored() | {f"{NAME}_{key}": value for key, value in change.items()}
     folder = folder_of(tmp_path, {name: value for name, value in tensors.items() if value is not None})
+    read = partial(read_expert, folder, NAME, 0)
+    layout = Layout("gpt-oss", {"expert": StoredWeight((N, 32 * GROUPS), "MXFP4", "mxfp4", (), read)})
     with pytest.raises(UserError) as caught:
-        read_expert(folder, NAME, 0)
+        QuantizedFolder(folder, layout).packed("expert")
     assert says in str(caught.value) and str(tmp_path) in str(caught.value)

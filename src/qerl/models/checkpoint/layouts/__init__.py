@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from qerl.errors import UserError
+from qerl.errors import UserError, naming
 from qerl.models.checkpoint.layouts import (
     awq_int4,
     bnb_nf4,
@@ -14,7 +14,7 @@ from qerl.models.checkpoint.layouts import (
     mxfp4_blocks,
 )
 from qerl.models.checkpoint.layouts.folder import QuantizedFolder
-from qerl.models.checkpoint.layouts.layout import Layout, TensorFolder
+from qerl.models.checkpoint.layouts.layout import Layout, LayoutError, TensorFolder
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 
@@ -41,19 +41,13 @@ def quantization_config(folder: TensorFolder) -> dict[str, Any] | None:
     text = folder.config.get("text_config")
     for config in (folder.config, text if isinstance(text, dict) else {}):
         for key in QUANTIZATION_KEYS:
-            if (found := config.get(key)) is not None:
-                if not isinstance(found, dict):
-                    raise UserError(f"{folder.path}: {key} must be an object, is {found!r}")
-                return found
-    if modelopt.is_config(folder.path):
+            if (quantization := config.get(key)) is not None:
+                if not isinstance(quantization, dict):
+                    raise UserError(f"{folder.path}: {key} must be an object, is {quantization!r}")
+                return quantization
+    if (folder.path / modelopt.CONFIG_FILE).is_file():
         return read_json(folder.path / modelopt.CONFIG_FILE) | {"quant_method": modelopt.METHODS[0]}
     return None
-
-
-def _producer(config: dict[str, Any]) -> Any:
-    """Return "modelopt", which its files name, where there is no quant_method."""
-    producer = config.get("producer")
-    return producer.get("name") if isinstance(producer, dict) else None
 
 
 def with_layout(folder: SafetensorsFolder) -> SafetensorsFolder | QuantizedFolder:
@@ -62,10 +56,12 @@ def with_layout(folder: SafetensorsFolder) -> SafetensorsFolder | QuantizedFolde
     config = quantization_config(folder)
     if config is None:
         return folder
-    method = config.get("quant_method") or _producer(config)
+    producer = config.get("producer")  # ModelOpt names itself there if there is no quant_method
+    method = config.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
     if not isinstance(method, str) or method not in READERS:
         raise UserError(
             f"{folder.path}: is quantized with {method}, which is not supported; supported are float weights"
             f" and {', '.join(READERS)}"
         )
-    return QuantizedFolder(folder, READERS[method](folder, config))
+    with naming(folder.path, LayoutError):
+        return QuantizedFolder(folder, READERS[method](folder, config))

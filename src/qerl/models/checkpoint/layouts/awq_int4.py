@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
 from qerl.formats import INT8, PackedWeight
 from qerl.models.checkpoint.layouts.layout import (
     Layout,
+    LayoutError,
     StoredWeight,
     TensorFolder,
     check_finite,
@@ -36,12 +36,11 @@ _SCALES = torch.float16, torch.bfloat16, torch.float32
 def read_layout(folder: TensorFolder, config: dict[str, Any]) -> Layout:
     version = config.get("version") or config.get("format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise UserError(
-            f"{folder.path}: is quantized with {NAME} {version!r:.80}, which is not supported;"
-            " supported is gemm"
+        raise LayoutError(
+            f"is quantized with {NAME} {version!r:.80}, which is not supported; supported is gemm"
         )
     if (bits := config.get("bits", config.get("w_bit", 4))) != 4:
-        raise UserError(f"{folder.path}: {NAME} needs bits 4, got {bits!r:.80}")
+        raise LayoutError(f"{NAME} needs bits 4, got {bits!r:.80}")
     return Layout(NAME, {module: _stored(folder, module) for module in modules_with(folder, "qweight")})
 
 
@@ -49,11 +48,11 @@ def _stored(folder: TensorFolder, module: str) -> StoredWeight:
     qweight, qzeros, scales = parts = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     shape, grouped = folder.shapes[qweight], folder.shapes.get(scales, ())
     if len(shape) != 2 or 0 in shape:
-        raise UserError(f"{folder.path}: {qweight} is {list(shape)}, must be [K, N / {_PER_WORD}]")
+        raise LayoutError(f"{qweight} is {list(shape)}, must be [K, N / {_PER_WORD}]")
     k, n = shape[0], shape[1] * _PER_WORD
     num_groups = grouped[0] if len(grouped) == 2 else 0
     if scales in folder.shapes and (num_groups == 0 or k % num_groups or grouped[1] != n):
-        raise UserError(f"{folder.path}: {scales} is {list(grouped)}, must be [K / group, {n}] with K = {k}")
+        raise LayoutError(f"{scales} is {list(grouped)}, must be [K / group, {n}] with K = {k}")
     fits = num_groups == 1
     granularity = Granularity(1, None if fits else k // max(num_groups, 1))
     read = partial(_read, folder, (qweight, qzeros, scales), k, n, num_groups)
@@ -66,7 +65,7 @@ def _read(
     qweight, qzeros, scales = names
     codes_NK = _outputs(read_part(folder, qweight, torch.int32, (k, n // _PER_WORD)))
     zeros_NG = _outputs(read_part(folder, qzeros, torch.int32, (num_groups, n // _PER_WORD)))
-    scales_NG = check_finite(folder, scales, read_part(folder, scales, _SCALES, (num_groups, n))).T.float()
+    scales_NG = check_finite(scales, read_part(folder, scales, _SCALES, (num_groups, n))).T.float()
     if num_groups == 1:
         return int8_weight(codes_NK, zeros_NG, scales_NG)
     return decode(codes_NK, scales_NG, Granularity(1, k // num_groups), zeros_NG.float())

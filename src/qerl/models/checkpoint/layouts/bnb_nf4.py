@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
 from qerl.formats import INT8, NF4, PackedWeight
 from qerl.formats.nf4 import BLOCK_WEIGHTS, GROUP_BLOCKS, LEVELS, dynamic_map
 from qerl.models.checkpoint.layouts.layout import (
     Layout,
+    LayoutError,
     StoredWeight,
     TensorFolder,
     check_finite,
@@ -49,23 +49,15 @@ def _four_bit(folder: TensorFolder, module: str, state_name: str) -> StoredWeigh
     name = f"{module}.{state_name}"
     state = _state(folder, name)
     shape, block, quant_type = state.get("shape"), state.get("blocksize"), state.get("quant_type")
-    is_matrix = isinstance(shape, list) and len(shape) == 2 and all(type(x) is int and x > 0 for x in shape)
-    if (
-        not isinstance(shape, list)
-        or not is_matrix
-        or type(block) is not int
-        or block <= 0
-        or shape[0] * shape[1] % 2
-    ):
-        raise UserError(f"{folder.path}: {name} has no shape of two numbers, or no blocksize: {state!r:.200}")
-    n, k = shape
+    sizes = [*shape, block] if isinstance(shape, list) else []
+    if len(sizes) != 3 or any(type(x) is not int or x <= 0 for x in sizes) or sizes[0] * sizes[1] % 2:
+        raise LayoutError(f"{name} has no shape of two numbers, or no blocksize: {state!r:.200}")
+    n, k, block = sizes
     parts = {part: f"{module}.weight.{part}" for part in ("absmax", "quant_map")}
     if is_nested := "nested_blocksize" in state:
         nested = state["nested_blocksize"], state.get("nested_offset")
         if type(nested[0]) is not int or nested[0] <= 0 or not isinstance(nested[1], int | float):
-            raise UserError(
-                f"{folder.path}: {name} has no nested_blocksize and nested_offset: {state!r:.200}"
-            )
+            raise LayoutError(f"{name} has no nested_blocksize and nested_offset: {state!r:.200}")
         parts |= {part: f"{module}.weight.{part}" for part in ("nested_absmax", "nested_quant_map")}
     fits = (
         (is_nested, quant_type, block, state.get("nested_blocksize"))
@@ -83,14 +75,14 @@ def _four_bit(folder: TensorFolder, module: str, state_name: str) -> StoredWeigh
 def _state(folder: TensorFolder, name: str) -> dict[str, Any]:
     num_bytes = folder.shapes[name]
     if len(num_bytes) != 1 or num_bytes[0] > _MAX_STATE_BYTES:
-        raise UserError(f"{folder.path}: {name} is {list(num_bytes)}, must be one line of JSON")
+        raise LayoutError(f"{name} is {list(num_bytes)}, must be one line of JSON")
     text = read_part(folder, name, torch.uint8, num_bytes)
     try:
         state = json.loads(bytes(text.tolist()))
     except ValueError as error:
-        raise UserError(f"{folder.path}: {name} is not JSON: {error}") from error
+        raise LayoutError(f"{name} is not JSON: {error}") from error
     if not isinstance(state, dict):
-        raise UserError(f"{folder.path}: {name} must hold a JSON object")
+        raise LayoutError(f"{name} must hold a JSON object")
     return state
 
 
@@ -105,23 +97,21 @@ def _read_four_bit(
     codes = _bytes(folder, weight, n * k // 2)
     num_blocks = -(-n * k // block)
     if "nested_absmax" not in parts:
-        absmax = check_finite(
-            folder, parts["absmax"], read_part(folder, parts["absmax"], torch.float32, (num_blocks,))
-        )
+        absmax = read_part(folder, parts["absmax"], torch.float32, (num_blocks,))
+        check_finite(parts["absmax"], absmax)
     else:
         groups = -(-num_blocks // state["nested_blocksize"])
         absmax_codes = read_part(folder, parts["absmax"], torch.uint8, (num_blocks,))
         scales = read_part(folder, parts["nested_absmax"], torch.float32, (groups,))
-        check_finite(folder, parts["nested_absmax"], scales)
-        offset = check_finite(folder, parts["absmax"], torch.tensor(float(state["nested_offset"])))
+        check_finite(parts["nested_absmax"], scales)
+        offset = check_finite(parts["absmax"], torch.tensor(float(state["nested_offset"])))
         if fits:
             return NF4(codes.view(n, k // 2), absmax_codes, scales, offset)
         nested_map = read_part(folder, parts["nested_quant_map"], torch.float32, (256,))
         by_block = scales.repeat_interleave(state["nested_blocksize"])[:num_blocks]
         absmax = nested_map[absmax_codes.int()] * by_block + offset
-    values = check_finite(
-        folder, parts["quant_map"], read_part(folder, parts["quant_map"], torch.float32, (16,))
-    )
+    values = read_part(folder, parts["quant_map"], torch.float32, (16,))
+    check_finite(parts["quant_map"], values)
     flat = values[torch.stack((codes >> 4, codes & 15), dim=-1).flatten().int()]
     return (flat * absmax.repeat_interleave(block)[: n * k]).view(n, k)
 
@@ -129,7 +119,7 @@ def _read_four_bit(
 def _bytes(folder: TensorFolder, name: str, num_bytes: int) -> Tensor:
     """Return the codes, whatever dtype they are stored as (bnb_4bit_quant_storage)."""
     if name not in folder.shapes:
-        raise UserError(f"{folder.path}: has no tensor {name}")
+        raise LayoutError(f"has no tensor {name}")
     dtype = folder.dtypes[name]
     return read_part(folder, name, dtype, (num_bytes // dtype.itemsize, 1)).view(torch.uint8).flatten()
 
@@ -138,7 +128,7 @@ def _eight_bit(folder: TensorFolder, module: str) -> StoredWeight:
     name, scale = f"{module}.weight", f"{module}.SCB"
     shape = folder.shapes.get(name, ())
     if len(shape) != 2:
-        raise UserError(f"{folder.path}: {name} is {list(shape)}, must have two dimensions")
+        raise LayoutError(f"{name} is {list(shape)}, must have two dimensions")
     read = partial(_read_eight_bit, folder, module, shape)
     return StoredWeight((shape[0], shape[1]), "INT8 per channel", INT8.name, (name, scale), read)
 
@@ -146,8 +136,8 @@ def _eight_bit(folder: TensorFolder, module: str) -> StoredWeight:
 def _read_eight_bit(folder: TensorFolder, module: str, shape: tuple[int, int]) -> INT8:
     layout = f"{module}.weight_format"
     if layout in folder.shapes and folder.read(layout).any():
-        raise UserError(f"{folder.path}: {layout} must be 0: rows one after the other")
+        raise LayoutError(f"{layout} must be 0: rows one after the other")
     codes = read_part(folder, f"{module}.weight", torch.int8, shape)
     largest = read_part(folder, f"{module}.SCB", torch.float32, shape[:1])
-    check_finite(folder, f"{module}.SCB", largest)
+    check_finite(f"{module}.SCB", largest)
     return INT8(codes, largest / torch.full_like(largest, 127.0))

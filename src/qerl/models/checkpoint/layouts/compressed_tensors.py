@@ -29,9 +29,14 @@ from typing import Any
 
 import torch
 
-from qerl.errors import UserError
 from qerl.models.checkpoint.layouts.four_bit_float import mxfp4_weight, nvfp4_weight
-from qerl.models.checkpoint.layouts.layout import Layout, StoredWeight, TensorFolder, modules_with
+from qerl.models.checkpoint.layouts.layout import (
+    Layout,
+    LayoutError,
+    StoredWeight,
+    TensorFolder,
+    modules_with,
+)
 from qerl.models.checkpoint.layouts.scaled_codes import (
     PER_CHANNEL,
     PER_TENSOR,
@@ -45,103 +50,86 @@ _NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
 _MXFP4 = _NVFP4 | {"group_size": 32}
 
 
+_UNUSED = (
+    *(".input_global_scale", ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
+    *(".k_scale", ".v_scale", ".q_scale"),
+)
+
+
 def read_layout(folder: TensorFolder, config: dict[str, Any]) -> Layout:
-    _refuse_others(folder, config)
-    groups = _groups(folder, config)
-    weights = {}
+    _refuse_others(config)
+    groups, weights = _groups(config), {}
     for module in _quantized_modules(folder):
-        format, scheme = _scheme(folder, module, groups)
-        weights[module] = _FORMATS[format](folder, module, scheme)
+        _, format, scheme, _ = _group_of(module, groups)
+        weights[module] = _FORMATS[format][0](folder, module, scheme)
     unused = frozenset(name for name in folder.shapes if name.endswith(_UNUSED))
     return Layout(NAME, weights, unused, _dropped(config, groups))
 
 
-_UNUSED = (
-    ".input_global_scale",
-    ".input_scale",
-    ".input_zero_point",
-    ".output_scale",
-    ".output_zero_point",
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
-)
-
-
-def _refuse_others(folder: TensorFolder, config: dict[str, Any]) -> None:
-    """Raise UserError for what changes the weights' meaning: sparsity and online transforms."""
+def _refuse_others(config: dict[str, Any]) -> None:
+    """Raise LayoutError for what changes the weights' meaning: sparsity and online transforms."""
     sparsity, transforms = config.get("sparsity_config"), config.get("transform_config")
     if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
-        raise UserError(f"{folder.path}: {NAME} with sparsity {sparsity['format']} is not supported")
+        raise LayoutError(f"{NAME} with sparsity {sparsity['format']} is not supported")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
-        raise UserError(f"{folder.path}: {NAME} with transforms (QuIP, SpinQuant) is not supported")
+        raise LayoutError(f"{NAME} with transforms (QuIP, SpinQuant) is not supported")
 
 
 _Group = tuple[tuple[str, ...], str, dict[str, Any], dict[str, Any]]
 """Targets, format, the scheme of weights and the whole group."""
 
 
-def _groups(folder: TensorFolder, config: dict[str, Any]) -> list[_Group]:
-    stored, found = config.get("config_groups"), []
+def _groups(config: dict[str, Any]) -> list[_Group]:
+    stored, groups = config.get("config_groups"), []
     for group in stored.values() if isinstance(stored, dict) else []:
         weights = group.get("weights") if isinstance(group, dict) else None
         format = (group.get("format") if isinstance(group, dict) else None) or config.get("format")
         if not isinstance(format, str) or format not in _FORMATS:
-            raise UserError(
-                f"{folder.path}: is quantized with {NAME} {format}; supported are {', '.join(_FORMATS)}"
-            )
-        for key, value in _NEEDS[format].items():
+            raise LayoutError(f"is quantized with {NAME} {format}; supported are {', '.join(_FORMATS)}")
+        for key, value in _FORMATS[format][1].items():
             if not isinstance(weights, dict) or weights.get(key) != value:
                 got = weights.get(key) if isinstance(weights, dict) else weights
-                raise UserError(
-                    f"{folder.path}: quantization_config: {format} needs {key} {value}, got {got}"
-                )
+                raise LayoutError(f"quantization_config: {format} needs {key} {value}, got {got}")
         targets = group.get("targets") or ()
         if not isinstance(targets, list | tuple) or not all(isinstance(x, str) for x in targets):
-            raise UserError(f"{folder.path}: quantization_config: targets must be a list of names")
-        found.append((tuple(targets), format, weights, group))
-    if not found:
+            raise LayoutError("quantization_config: targets must be a list of names")
+        groups.append((tuple(targets), format, weights, group))
+    if not groups:
         kind = f"{NAME} {config['format']}" if config.get("format") else NAME
-        raise UserError(f"{folder.path}: is quantized with {kind}, but its config has no config_groups")
-    return found
+        raise LayoutError(f"is quantized with {kind}, but its config has no config_groups")
+    return groups
 
 
 def _quantized_modules(folder: TensorFolder) -> list[str]:
-    eight_bits = [
-        module for module in modules_with(folder, "weight") if folder.dtypes[f"{module}.weight"].itemsize == 1
-    ]
+    weights = modules_with(folder, "weight")
+    eight_bits = [module for module in weights if folder.dtypes[f"{module}.weight"].itemsize == 1]
     return modules_with(folder, "weight_packed") + eight_bits
 
 
-def _scheme(folder: TensorFolder, module: str, groups: list[_Group]) -> tuple[str, dict[str, Any]]:
-    """Return format and scheme of the module's group; a group that names it comes before a regex, a regex
-    before a class."""
+def _group_of(module: str, groups: list[_Group]) -> _Group:
+    """Return the module's group; one that names it comes before a regex, a regex before a class."""
     if len(groups) == 1:
-        return groups[0][1], groups[0][2]
-    for matches in (_is_name, _is_regex, _is_class):
-        for targets, format, scheme, _ in groups:
-            if any(matches(target, module) for target in targets):
-                return format, scheme
-    raise UserError(f"{folder.path}: {module} is quantized, but no group of quantization_config targets it")
+        return groups[0]
+    group = min(groups, key=lambda group: _precedence(group[0], module))
+    if _precedence(group[0], module) == 3:
+        raise LayoutError(f"{module} is quantized, but no group of quantization_config targets it")
+    return group
 
 
-def _is_name(target: str, module: str) -> bool:
-    return target == module
-
-
-def _is_regex(target: str, module: str) -> bool:
-    return target.startswith("re:") and re.match(target.removeprefix("re:"), module) is not None
-
-
-def _is_class(target: str, module: str) -> bool:
-    return target == ("Embedding" if module.endswith("embed_tokens") else "Linear")
+def _precedence(targets: tuple[str, ...], module: str) -> int:
+    """Return 0 if the targets have the module's name, 1 a regex that matches it, 2 its class, else 3."""
+    if module in targets:
+        return 0
+    if any(x.startswith("re:") and re.match(x.removeprefix("re:"), module) for x in targets):
+        return 1
+    return 2 if ("Embedding" if module.endswith("embed_tokens") else "Linear") in targets else 3
 
 
 def _dropped(config: dict[str, Any], groups: list[_Group]) -> tuple[str, ...]:
-    found = [group.get("input_activations") for *_, group in groups]
-    bits = sorted({str(each.get("num_bits")) for each in found if isinstance(each, dict)})
-    said = [f"quantization of activations to {' and '.join(bits)} bits"] * bool(bits)
-    return *said, *["quantization of the KV cache"] * bool(config.get("kv_cache_scheme"))
+    inputs = [group.get("input_activations") for *_, group in groups]
+    bits = sorted({str(each.get("num_bits")) for each in inputs if isinstance(each, dict)})
+    activations = [f"quantization of activations to {' and '.join(bits)} bits"] * bool(bits)
+    return *activations, *["quantization of the KV cache"] * bool(config.get("kv_cache_scheme"))
 
 
 def _nvfp4(folder: TensorFolder, module: str, scheme: dict[str, Any]) -> StoredWeight:
@@ -154,28 +142,21 @@ def _mxfp4(folder: TensorFolder, module: str, scheme: dict[str, Any]) -> StoredW
 
 
 def _packed_int(folder: TensorFolder, module: str, scheme: dict[str, Any]) -> StoredWeight:
-    bits, granularity = scheme.get("num_bits"), _granularity(folder, scheme)
+    bits, granularity = scheme.get("num_bits"), _granularity(scheme)
     if bits not in (2, 4, 8) or granularity.rows != 1:
         kind = f"pack-quantized with {bits} bits {granularity}"
-        raise UserError(
-            f"{folder.path}: {kind} is not supported; supported are 2, 4 and 8 bits per channel or group"
-        )
+        raise LayoutError(f"{kind} is not supported; supported are 2, 4 and 8 bits per channel or group")
     is_symmetric = scheme.get("symmetric", True) is not False
     return packed_int_weight(folder, module, bits, granularity.columns, is_symmetric)
 
 
 def _eight_bits(folder: TensorFolder, module: str, scheme: dict[str, Any]) -> StoredWeight:
-    zeros = f"{module}.weight_zero_point"
-    return scaled_weight(
-        folder,
-        f"{module}.weight",
-        f"{module}.weight_scale",
-        _granularity(folder, scheme),
-        zero_points=None if scheme.get("symmetric", True) is not False else zeros,
-    )
+    weight = f"{module}.weight"
+    zeros = f"{weight}_zero_point" if scheme.get("symmetric", True) is False else None
+    return scaled_weight(folder, weight, f"{weight}_scale", _granularity(scheme), zero_points=zeros)
 
 
-def _granularity(folder: TensorFolder, scheme: dict[str, Any]) -> Granularity:
+def _granularity(scheme: dict[str, Any]) -> Granularity:
     strategy, group, block = (scheme.get(key) for key in ("strategy", "group_size", "block_structure"))
     if strategy is None:
         strategy = (
@@ -184,34 +165,22 @@ def _granularity(folder: TensorFolder, scheme: dict[str, Any]) -> Granularity:
     if strategy in ("tensor", "channel"):
         return PER_TENSOR if strategy == "tensor" else PER_CHANNEL
     sizes = block if strategy == "block" else [1, group] if strategy == "group" else None
-    if (
-        not isinstance(sizes, list | tuple)
-        or len(sizes) != 2
-        or any(type(x) is not int or x < 1 for x in sizes)
-    ):
-        asked = f"strategy {strategy}, group_size {group}, block_structure {block}"
-        raise UserError(f"{folder.path}: quantization_config: {asked} is not supported")
-    return Granularity(*sizes)
+    if (granularity := Granularity.of_block(sizes)) is None:
+        text = f"strategy {strategy}, group_size {group}, block_structure {block}"
+        raise LayoutError(f"quantization_config: {text} is not supported")
+    return granularity
 
 
-_FORMATS: dict[str, Callable[[TensorFolder, str, dict[str, Any]], StoredWeight]] = {
-    "nvfp4-pack-quantized": _nvfp4,
-    "mxfp4-pack-quantized": _mxfp4,
-    "pack-quantized": _packed_int,
-    "float-quantized": _eight_bits,
-    "mxfp8-quantized": _eight_bits,
-    "int-quantized": _eight_bits,
-    "naive-quantized": _eight_bits,
+_FORMATS: dict[str, tuple[Callable[[TensorFolder, str, dict[str, Any]], StoredWeight], dict[str, Any]]] = {
+    "nvfp4-pack-quantized": (_nvfp4, _NVFP4),
+    "mxfp4-pack-quantized": (_mxfp4, _MXFP4),
+    "pack-quantized": (_packed_int, {"type": "int"}),
+    "float-quantized": (_eight_bits, {"type": "float", "num_bits": 8}),
+    "mxfp8-quantized": (_eight_bits, {"type": "float", "num_bits": 8, "group_size": 32}),
+    "int-quantized": (_eight_bits, {"type": "int", "num_bits": 8}),
+    "naive-quantized": (_eight_bits, {"num_bits": 8}),
 }
-_NEEDS: dict[str, dict[str, Any]] = {
-    "nvfp4-pack-quantized": _NVFP4,
-    "mxfp4-pack-quantized": _MXFP4,
-    "pack-quantized": {"type": "int"},
-    "float-quantized": {"type": "float", "num_bits": 8},
-    "mxfp8-quantized": {"type": "float", "num_bits": 8, "group_size": 32},
-    "int-quantized": {"type": "int", "num_bits": 8},
-    "naive-quantized": {"num_bits": 8},
-}
+"""The function that describes a weight, and the entries that the scheme must have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,7 +199,7 @@ class WrittenLayout:
         """Return the quantization_config; ignored: modules in full precision, as compressed-tensors names
         them."""
         weights = {"num_bits": 4, "type": "float", "strategy": self.strategy}
-        weights |= _NEEDS[self.checkpoint_format]
+        weights |= _FORMATS[self.checkpoint_format][1]
         weights |= {"dynamic": False, "scale_dtype": str(self.scale_dtype)}
         group = {"targets": ["Linear"], "weights": weights, "format": self.checkpoint_format}
         return {

@@ -4,7 +4,7 @@
     {module}.weight_packed, .weight_scale, ...  {module}.weight [N, K], decoded to float32 when it is read
     tensors that are not needed                 nothing
 
-So whatever reads float checkpoints (check_tensors, encode_group, quantization_error) reads these too.
+Code that reads float checkpoints (check_tensors, encode_group, quantization_error) therefore reads these too.
 """
 
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
+from qerl.errors import UserError, naming
 from qerl.formats import PackedWeight
-from qerl.models.checkpoint.layouts.layout import Layout, StoredWeight, TensorFolder
+from qerl.models.checkpoint.layouts.layout import Layout, LayoutError, StoredWeight, TensorFolder
 from qerl.models.checkpoint.layouts.rows import cut_rows
 
 
@@ -36,9 +36,8 @@ class QuantizedFolder:
             if f"{module}.weight" in self.shapes:
                 raise UserError(f"{self.path}: {module} has a weight in full precision and a quantized one")
             self.shapes[f"{module}.weight"] = weight.shape
-        self.dtypes = {name: folder.dtypes.get(name, torch.float32) for name in self.shapes}
-        for module in layout.weights:
-            self.dtypes[f"{module}.weight"] = torch.float32
+        self.dtypes = {name: folder.dtypes[name] for name in folder.shapes if name not in hidden}
+        self.dtypes |= dict.fromkeys((f"{module}.weight" for module in layout.weights), torch.float32)
 
     def read(self, name: str) -> Tensor:
         module = name.removesuffix(".weight")
@@ -76,7 +75,8 @@ class QuantizedFolder:
         if self._last is not None and self._last[0] == module:
             return self._last[1]
         self._last = None
-        weight = self.layout.weights[module].read()
+        with naming(self.path, LayoutError):
+            weight = self.layout.weights[module].read()
         if keep:
             self._last = module, weight
         return weight

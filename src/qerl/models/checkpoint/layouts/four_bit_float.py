@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
 from qerl.formats import MXFP4, NVFP4
 from qerl.models.checkpoint.layouts.layout import (
+    LayoutError,
     StoredWeight,
     TensorFolder,
     check_finite,
@@ -39,28 +39,27 @@ def mxfp4_weight(folder: TensorFolder, codes: str, scales: str) -> StoredWeight:
 
 
 def two_per_byte(folder: TensorFolder, codes: str) -> tuple[int, int]:
-    """Return [N, K] of codes [N, K / 2]; raise UserError if they are no matrix."""
+    """Return [N, K] of codes [N, K / 2]; raise LayoutError if they are no matrix."""
     shape = folder.shapes[codes]
     if len(shape) != 2:
-        raise UserError(f"{folder.path}: {codes} is {list(shape)}, must have two dimensions")
+        raise LayoutError(f"{codes} is {list(shape)}, must have two dimensions")
     return shape[0], shape[1] * 2
 
 
-def mxfp4_scales(folder: TensorFolder, name: str, scales: Tensor) -> Tensor:
-    """Return E8M0 scales; raise UserError if some code times one of them is NaN or infinity."""
+def check_exponents(name: str, scales: Tensor) -> None:
+    """Raise LayoutError if some code times one of these E8M0 scales is NaN or infinity."""
     if scales.numel() and scales.max().item() > _LARGEST_EXPONENT:
-        raise UserError(f"{folder.path}: {name} holds NaN or infinity")
-    return scales
+        raise LayoutError(f"{name} holds NaN or infinity")
 
 
 def _read_nvfp4(folder: TensorFolder, codes: str, scales: str, global_scale: str, is_divisor: bool) -> NVFP4:
     n, k = _blocks(folder, codes, _NVFP4_BLOCK)
     scale_NB = read_part(folder, scales, torch.float8_e4m3fn, (n, k // _NVFP4_BLOCK))
-    check_finite(folder, scales, scale_NB)
+    check_finite(scales, scale_NB)
     stored = folder.shapes.get(global_scale)
     one = read_part(folder, global_scale, torch.float32, () if stored == () else (1,)).reshape(1)
-    check_positive(folder, global_scale, one)
-    g = one if is_divisor else check_positive(folder, global_scale, one.reciprocal())
+    check_positive(global_scale, one)
+    g = one if is_divisor else check_positive(global_scale, one.reciprocal())
     return NVFP4(read_part(folder, codes, torch.uint8, (n, k // 2)), scale_NB, g)
 
 
@@ -68,14 +67,12 @@ def _read_mxfp4(folder: TensorFolder, codes: str, scales: str) -> MXFP4:
     n, k = _blocks(folder, codes, _MXFP4_BLOCK)
     dtypes = (torch.uint8, torch.float8_e8m0fnu)
     scale_NB = read_part(folder, scales, dtypes, (n, k // _MXFP4_BLOCK)).view(torch.uint8)
-    mxfp4_scales(folder, scales, scale_NB)
+    check_exponents(scales, scale_NB)
     return MXFP4(read_part(folder, codes, torch.uint8, (n, k // 2)), scale_NB)
 
 
 def _blocks(folder: TensorFolder, codes: str, block_weights: int) -> tuple[int, int]:
     n, k = two_per_byte(folder, codes)
     if k % block_weights:
-        raise UserError(
-            f"{folder.path}: {codes} has rows of {k} weights, must be a multiple of {block_weights}"
-        )
+        raise LayoutError(f"{codes} has rows of {k} weights, must be a multiple of {block_weights}")
     return n, k

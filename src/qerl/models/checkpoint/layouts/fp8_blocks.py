@@ -9,8 +9,13 @@ Activations are quantized by dynamic scales, or by activation_scale and input_sc
 
 from typing import Any
 
-from qerl.errors import UserError
-from qerl.models.checkpoint.layouts.layout import Layout, StoredWeight, TensorFolder, modules_with
+from qerl.models.checkpoint.layouts.layout import (
+    Layout,
+    LayoutError,
+    StoredWeight,
+    TensorFolder,
+    modules_with,
+)
 from qerl.models.checkpoint.layouts.scaled_codes import (
     FP8_DTYPES,
     PER_CHANNEL,
@@ -25,35 +30,31 @@ _SCALES = "weight_scale_inv", "weight_scale"
 
 
 def read_layout(folder: TensorFolder, config: dict[str, Any]) -> Layout:
-    granularity = _granularity(folder, config)
+    granularity = _granularity(config)
     weights = {
         module: _weight(folder, module, granularity)
         for module in modules_with(folder, "weight")
         if folder.dtypes[f"{module}.weight"] in FP8_DTYPES
     }
     if not weights:
-        raise UserError(f"{folder.path}: is quantized with {config['quant_method']}, but no weight is in FP8")
+        raise LayoutError(f"is quantized with {config['quant_method']}, but no weight is in FP8")
     unused = frozenset(name for name in folder.shapes if name.endswith(_UNUSED))
     return Layout(f"{config['quant_method']}", weights, unused, ("quantization of activations to 8 bits",))
 
 
-def _granularity(folder: TensorFolder, config: dict[str, Any]) -> Granularity:
+def _granularity(config: dict[str, Any]) -> Granularity:
     if config["quant_method"] == "fbgemm_fp8":
         return PER_CHANNEL
     block = config.get("weight_block_size")
     if block is None:
         return PER_TENSOR
-    if (
-        not isinstance(block, list | tuple)
-        or len(block) != 2
-        or any(type(x) is not int or x < 1 for x in block)
-    ):
-        raise UserError(f"{folder.path}: weight_block_size must be two positive integers, is {block!r}")
-    return Granularity(*block)
+    if (granularity := Granularity.of_block(block)) is None:
+        raise LayoutError(f"weight_block_size must be two positive integers, is {block!r}")
+    return granularity
 
 
 def _weight(folder: TensorFolder, module: str, granularity: Granularity) -> StoredWeight:
-    found = [name for name in _SCALES if f"{module}.{name}" in folder.shapes]
-    if not found:
-        raise UserError(f"{folder.path}: has no tensor {module}.{_SCALES[0]}")
-    return scaled_weight(folder, f"{module}.weight", f"{module}.{found[0]}", granularity)
+    scales = next((name for name in _SCALES if f"{module}.{name}" in folder.shapes), None)
+    if scales is None:
+        raise LayoutError(f"has no tensor {module}.{_SCALES[0]}")
+    return scaled_weight(folder, f"{module}.weight", f"{module}.{scales}", granularity)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
 from qerl.formats import INT8, PackedWeight
 from qerl.models.checkpoint.layouts.layout import (
     Layout,
+    LayoutError,
     StoredWeight,
     TensorFolder,
     check_finite,
@@ -47,9 +47,9 @@ def read_layout(folder: TensorFolder, config: dict[str, Any]) -> Layout:
     if config.get("is_marlin_format"):
         kind = "marlin"
     if kind not in _FORMATS:
-        raise UserError(
-            f"{folder.path}: is quantized with {NAME} {kind!r:.80}, which is not supported; supported are"
-            f" {' and '.join(_FORMATS)}"
+        supported = " and ".join(_FORMATS)
+        raise LayoutError(
+            f"is quantized with {NAME} {kind!r:.80}, which is not supported; supported are {supported}"
         )
     modules = modules_with(folder, "qweight")
     bits, group_size = config.get("bits"), config.get("group_size")
@@ -62,27 +62,24 @@ def _stored(folder: TensorFolder, module: str, bits: Any, group_size: Any, is_sh
     has_map = names["g_idx"] in folder.shapes
     shape, grouped = folder.shapes[names["qweight"]], folder.shapes.get(names["scales"], (1, 1))
     if len(shape) != 2 or 0 in shape or len(grouped) != 2 or 0 in grouped:
-        raise UserError(f"{folder.path}: {names['qweight']} or {names['scales']} is not a matrix")
+        raise LayoutError(f"{names['qweight']} or {names['scales']} is not a matrix")
     if has_map:  # some modules may have other bits (`dynamic`)
         bits = shape[0] * 32 / max((1, *folder.shapes[names["g_idx"]]))
     if bits not in (4, 8):
-        raise UserError(f"{folder.path}: {module}: {NAME} needs bits 4 or 8, got {bits!r:.80}")
+        raise LayoutError(f"{module}: {NAME} needs bits 4 or 8, got {bits!r:.80}")
     bits = int(bits)
     k, n, num_groups = shape[0] * 32 // bits, shape[1], grouped[0]
     if not has_map:
         del names["g_idx"]
         if k % num_groups or (group_size not in (None, -1) and group_size * num_groups != k):
-            raise UserError(
-                f"{folder.path}: {names['scales']} is {list(grouped)}, which does not fit K = {k} and"
-                f" group_size {group_size!r:.80}"
-            )
+            has = f"{names['scales']} is {list(grouped)}"
+            raise LayoutError(f"{has}, which does not fit K = {k} and group_size {group_size!r:.80}")
     zeros = partial(_zeros, folder, names["qzeros"], (num_groups, n), bits, is_shifted)
     fits = num_groups == 1 and (bits == 4 or bool((zeros() == 128).all()))
     granularity = Granularity(1, None if num_groups == 1 else -(-k // num_groups))
     read = partial(_read, folder, names, (n, k), bits, zeros, granularity, fits)
-    return StoredWeight(
-        (n, k), f"int{bits} {granularity}", INT8.name if fits else None, tuple(names.values()), read
-    )
+    format, parts = INT8.name if fits else None, tuple(names.values())
+    return StoredWeight((n, k), f"int{bits} {granularity}", format, parts, read)
 
 
 def _zeros(folder: TensorFolder, name: str, shape: tuple[int, int], bits: int, is_shifted: bool) -> Tensor:
@@ -105,13 +102,12 @@ def _read(
     words = read_part(folder, names["qweight"], torch.int32, (k * bits // 32, n))
     codes_NK = unpack_int32(words.T, bits).view(torch.uint8)
     scales_GN = read_part(folder, names["scales"], _SCALES, (num_groups, n))
-    scales_NG = check_finite(folder, names["scales"], scales_GN).T.float()
+    scales_NG = check_finite(names["scales"], scales_GN).T.float()
     zeros_NG = zeros()
     if fits:
         return int8_weight(codes_NK, zeros_NG, scales_NG)
-    group_index_K = None
-    if "g_idx" in names:
-        group_index_K = read_group_index(folder, names["g_idx"], k, num_groups)
+    has_map = "g_idx" in names
+    group_index_K = read_group_index(folder, names["g_idx"], k, num_groups) if has_map else None
     return decode(codes_NK, scales_NG, granularity, zeros_NG.float(), group_index_K)
 
 

@@ -30,6 +30,10 @@ from qerl.errors import UserError
 from qerl.formats import FP8, FP8Flow, PackedWeight
 
 
+class LayoutError(UserError):
+    """A config or tensor of a layout is wrong; its caller puts the folder's path before the message."""
+
+
 class TensorFolder(Protocol):
     """The files of a checkpoint: SafetensorsFolder."""
 
@@ -52,14 +56,14 @@ class StoredWeight:
     shape: tuple[int, int]
     """[N, K], N outputs and K inputs, whatever the order of the stored codes."""
     kind: str
-    """Format and granularity in words, as users are told: "FP8 per 128 x 128"."""
+    """Format and granularity, as messages name them: "FP8 per 128 x 128"."""
     format: str | None
     """The name in FORMATS that the codes and scales fit exactly; None: none."""
     parts: tuple[str, ...]
     """Names of all stored tensors that the weight is read from, the bias not included."""
     read: Callable[[], PackedWeight | Tensor]
-    """Return a PackedWeight of `format`, or float32 [N, K] if `format` is None; raise UserError that names
-    the path and the tensor for a wrong dtype, a wrong shape, or scales that are not finite."""
+    """Return a PackedWeight of `format`, or float32 [N, K] if `format` is None; raise LayoutError that names
+    the tensor for a wrong dtype, a wrong shape, or scales that are not finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Layout:
     """The quantized weights of one checkpoint."""
 
     name: str
-    """As users are told: "ModelOpt"."""
+    """As messages name it: "ModelOpt"."""
     weights: dict[str, StoredWeight]
     """By the checkpoint's name of the module, without ".weight". What is not here is stored in full
     precision, and stays in BF16 when loaded: checkpoints leave weights unquantized on purpose."""
@@ -90,30 +94,30 @@ def read_part(
     shape: tuple[int, ...],
     rows: slice | None = None,
 ) -> Tensor:
-    """Read a tensor of this shape and one of these dtypes, or some of its rows; raise UserError for another
+    """Read a tensor of this shape and one of these dtypes, or some of its rows; raise LayoutError for another
     or a missing one."""
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     if name not in folder.shapes:
-        raise UserError(f"{folder.path}: has no tensor {name}")
+        raise LayoutError(f"has no tensor {name}")
     if folder.shapes[name] != shape:
-        raise UserError(f"{folder.path}: {name} is {list(folder.shapes[name])}, must be {list(shape)}")
+        raise LayoutError(f"{name} is {list(folder.shapes[name])}, must be {list(shape)}")
     if folder.dtypes[name] not in allowed:
         names = " or ".join(str(dtype) for dtype in allowed)
-        raise UserError(f"{folder.path}: {name} must be {names}, is {folder.dtypes[name]}")
+        raise LayoutError(f"{name} must be {names}, is {folder.dtypes[name]}")
     return folder.read(name) if rows is None else folder.read_rows(name, rows)
 
 
-def check_finite(folder: TensorFolder, name: str, scales: Tensor) -> Tensor:
-    """Return scales of any float dtype; raise UserError for NaN or infinity."""
+def check_finite(name: str, scales: Tensor) -> Tensor:
+    """Return scales of any float dtype; raise LayoutError for NaN or infinity."""
     if not scales.float().isfinite().all():
-        raise UserError(f"{folder.path}: {name} holds NaN or infinity")
+        raise LayoutError(f"{name} holds NaN or infinity")
     return scales
 
 
-def check_positive(folder: TensorFolder, name: str, scale: Tensor) -> Tensor:
-    """Return a tensor of one number; raise UserError unless it is finite and positive."""
-    if check_finite(folder, name, scale).item() <= 0:
-        raise UserError(f"{folder.path}: {name} must be positive, is {scale.item()}")
+def check_positive(name: str, scale: Tensor) -> Tensor:
+    """Return a tensor of one number; raise LayoutError unless it is finite and positive."""
+    if check_finite(name, scale).item() <= 0:
+        raise LayoutError(f"{name} must be positive, is {scale.item()}")
     return scale
 
 

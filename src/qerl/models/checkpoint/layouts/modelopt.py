@@ -11,17 +11,16 @@ The dtype of a module's weight says which of them it is, so one checkpoint may h
 NVFP4 is 1 / weight_scale_2, rounded to float32.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
 from qerl.formats import NVFP4
 from qerl.models.checkpoint.layouts.four_bit_float import nvfp4_weight
 from qerl.models.checkpoint.layouts.layout import (
     Layout,
+    LayoutError,
     StoredWeight,
     TensorFolder,
     check_finite,
@@ -46,11 +45,6 @@ _DYNAMIC = "MXFP8", "FP8_PER_CHANNEL_PER_TOKEN"
 """Algorithms that quantize activations without a stored scale."""
 
 
-def is_config(path: Path) -> bool:
-    """True if the folder has ModelOpt's own file."""
-    return (path / CONFIG_FILE).is_file()
-
-
 def read_layout(folder: TensorFolder, config: dict[str, Any]) -> Layout:
     """config: quantization_config, or the content of hf_quant_config.json."""
     inner = config.get("quantization")
@@ -62,7 +56,7 @@ def read_layout(folder: TensorFolder, config: dict[str, Any]) -> Layout:
     }
     algo = str(settings.get("quant_algo"))
     if not weights:
-        raise UserError(f"{folder.path}: is quantized with {NAME} {algo}, but has no quantized weight")
+        raise LayoutError(f"is quantized with {NAME} {algo}, but has no quantized weight")
     unused = frozenset(name for name in folder.shapes if name.endswith(_UNUSED))
     return Layout(NAME, weights, unused, _dropped(folder, settings, weights))
 
@@ -70,22 +64,17 @@ def read_layout(folder: TensorFolder, config: dict[str, Any]) -> Layout:
 def _weight(folder: TensorFolder, module: str) -> StoredWeight:
     weight, scale, scale_2 = (f"{module}.weight{x}" for x in ("", "_scale", "_scale_2"))
     if f"{module}.svdquant_lora_a" in folder.shapes:
-        raise UserError(f"{folder.path}: {module}: {NAME}'s SVDQuant is not supported")
+        raise LayoutError(f"{module}: {NAME}'s SVDQuant is not supported")
     if scale not in folder.shapes:
-        raise UserError(f"{folder.path}: has no tensor {scale}")
-    factors = f"{module}.pre_quant_scale"
-    has_factors = factors in folder.shapes
+        raise LayoutError(f"has no tensor {scale}")
+    factors = f"{module}.pre_quant_scale" if f"{module}.pre_quant_scale" in folder.shapes else None
     if folder.dtypes[weight] != torch.uint8:
         granularity = _granularity(folder, weight, scale)
-        return scaled_weight(
-            folder, weight, scale, granularity, input_factors=factors if has_factors else None
-        )
+        return scaled_weight(folder, weight, scale, granularity, input_factors=factors)
     if scale_2 not in folder.shapes:
-        raise UserError(
-            f"{folder.path}: {weight} is in 4 bits without {scale_2}; of these, only NVFP4 is supported"
-        )
+        raise LayoutError(f"{weight} is in 4 bits without {scale_2}; of these, only NVFP4 is supported")
     stored = nvfp4_weight(folder, weight, scale, scale_2, is_divisor=False)
-    return _with_factors(folder, stored, factors) if has_factors else stored
+    return stored if factors is None else _with_factors(folder, stored, factors)
 
 
 def _with_factors(folder: TensorFolder, stored: StoredWeight, factors: str) -> StoredWeight:
@@ -94,7 +83,7 @@ def _with_factors(folder: TensorFolder, stored: StoredWeight, factors: str) -> S
         assert isinstance(packed, NVFP4)
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
         factors_K = read_part(folder, factors, dtypes, (stored.shape[1],)).float()
-        return packed.decode().mul_(check_finite(folder, factors, factors_K))
+        return packed.decode().mul_(check_finite(factors, factors_K))
 
     return StoredWeight(stored.shape, "NVFP4 with AWQ's factors", None, (*stored.parts, factors), read)
 
@@ -105,9 +94,7 @@ def _granularity(folder: TensorFolder, weight: str, scale: str) -> Granularity:
     sizes = tuple(size for size in folder.shapes[scale] if size != 1)
     if dtype in (torch.uint8, torch.float8_e8m0fnu):
         return Granularity(1, _MX_BLOCK)
-    if sizes == ():
-        return PER_TENSOR
-    return PER_CHANNEL if sizes == (n,) else Granularity(128, 128)
+    return {(): PER_TENSOR, (n,): PER_CHANNEL}.get(sizes, Granularity(128, 128))
 
 
 def _dropped(

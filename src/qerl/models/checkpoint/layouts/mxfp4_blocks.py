@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
 from qerl.formats import MXFP4
 from qerl.formats.mxfp4 import BLOCK_WEIGHTS
-from qerl.models.checkpoint.layouts.four_bit_float import mxfp4_scales
-from qerl.models.checkpoint.layouts.layout import Layout, StoredWeight, TensorFolder, read_part
+from qerl.models.checkpoint.layouts.four_bit_float import check_exponents
+from qerl.models.checkpoint.layouts.layout import Layout, LayoutError, StoredWeight, TensorFolder, read_part
 
 NAME = "mxfp4"
 _BLOCKS, _BLOCK_BYTES = "_blocks", BLOCK_WEIGHTS // 2
@@ -48,11 +47,11 @@ def read_layout(folder: TensorFolder, config: dict[str, Any]) -> Layout:
 
 def read_expert(folder: TensorFolder, name: str, expert: int) -> MXFP4:
     """Return one expert's weight [N, K] of {name}_blocks and {name}_scales, of which no other is read; raise
-    UserError if a tensor is missing, or of another shape or dtype, or holds NaN or infinity."""
+    LayoutError if a tensor is missing, or of another shape or dtype, or holds NaN or infinity."""
     shape, one = _shape(folder, name), slice(expert, expert + 1)
     scales, dtypes = f"{name}_scales", (torch.uint8, torch.float8_e8m0fnu)
     exponents_NG = read_part(folder, scales, dtypes, shape[:-1], one)[0].view(torch.uint8)
-    mxfp4_scales(folder, scales, exponents_NG)
+    check_exponents(scales, exponents_NG)
     blocks_NGB = read_part(folder, f"{name}{_BLOCKS}", (torch.uint8,), shape, one)[0]
     return MXFP4(blocks_NGB.flatten(1), exponents_NG)
 
@@ -61,12 +60,10 @@ def _shape(folder: TensorFolder, name: str) -> tuple[int, ...]:
     """Return [E, N, K / 32, 16] of the blocks."""
     blocks = f"{name}{_BLOCKS}"
     if blocks not in folder.shapes:
-        raise UserError(f"{folder.path}: has no tensor {blocks}")
+        raise LayoutError(f"has no tensor {blocks}")
     shape = folder.shapes[blocks]
     if len(shape) != 4 or shape[-1] != _BLOCK_BYTES or 0 in shape:
-        raise UserError(
-            f"{folder.path}: {blocks} is {list(shape)}, must be [experts, N, K / 32, {_BLOCK_BYTES}]"
-        )
+        raise LayoutError(f"{blocks} is {list(shape)}, must be [experts, N, K / 32, {_BLOCK_BYTES}]")
     return shape
 
 

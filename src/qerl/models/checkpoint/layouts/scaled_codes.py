@@ -13,15 +13,21 @@ float32.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qerl.errors import UserError
 from qerl.formats import FP8, INT8, PackedWeight
 from qerl.formats.fp8 import BLOCK
 from qerl.formats.packed import row_chunks
-from qerl.models.checkpoint.layouts.layout import StoredWeight, TensorFolder, check_finite, read_part
+from qerl.models.checkpoint.layouts.layout import (
+    LayoutError,
+    StoredWeight,
+    TensorFolder,
+    check_finite,
+    read_part,
+)
 
 FP8_DTYPES = torch.float8_e4m3fn, torch.float8_e5m2
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
@@ -45,6 +51,12 @@ class Granularity:
             return "per tensor" if self.rows is None else "per channel"
         return f"per {self.columns}" if self.rows == 1 else f"per {self.rows} x {self.columns}"
 
+    @classmethod
+    def of_block(cls, sizes: Any) -> "Granularity | None":
+        """Return Granularity(*sizes); None unless these are two positive integers."""
+        is_pair = isinstance(sizes, list | tuple) and len(sizes) == 2
+        return cls(*sizes) if is_pair and all(type(x) is int and x > 0 for x in sizes) else None
+
     def divides(self, block: int) -> bool:
         """True if no block of block x block weights has two scales."""
         return all(size is None or size % block == 0 for size in (self.rows, self.columns))
@@ -56,7 +68,7 @@ PER_TENSOR, PER_CHANNEL = Granularity(None, None), Granularity(1, None)
 def matrix_shape(folder: TensorFolder, name: str) -> tuple[int, int]:
     shape = folder.shapes[name]
     if len(shape) != 2 or 0 in shape:
-        raise UserError(f"{folder.path}: {name} is {list(shape)}, must have two dimensions")
+        raise LayoutError(f"{name} is {list(shape)}, must have two dimensions")
     return shape[0], shape[1]
 
 
@@ -73,7 +85,7 @@ def scaled_weight(
     [K] multiply the layer's input, so the columns of the weight."""
     dtype = folder.dtypes[codes]
     if dtype not in _NAMES:
-        raise UserError(f"{folder.path}: {codes} must be an 8-bit float or integer, is {dtype}")
+        raise LayoutError(f"{codes} must be an 8-bit float or integer, is {dtype}")
     shape = matrix_shape(folder, codes)
     format = None
     if zero_points is None and input_factors is None:
@@ -85,7 +97,8 @@ def scaled_weight(
     def read() -> PackedWeight | Tensor:
         codes_NK = read_part(folder, codes, dtype, shape)
         if dtype in FP8_DTYPES:
-            _check_codes(folder, codes, codes_NK)
+            for rows in row_chunks(codes_NK):
+                check_finite(codes, codes_NK[rows])
         scales_RC = read_scales(folder, scales, granularity.grid(*shape))
         if format is not None:
             return _PACK[format](codes_NK, scales_RC, granularity)
@@ -95,7 +108,7 @@ def scaled_weight(
         weight_NK = decode(codes_NK, scales_RC, granularity, zeros_RC)
         if input_factors is not None:
             factors = read_part(folder, input_factors, _FLOATS, (shape[1],)).float()
-            weight_NK.mul_(check_finite(folder, input_factors, factors))
+            weight_NK.mul_(check_finite(input_factors, factors))
         return weight_NK
 
     parts = tuple(name for name in (codes, scales, zero_points, input_factors) if name)
@@ -106,7 +119,7 @@ def read_scales(folder: TensorFolder, name: str, grid: tuple[int, int]) -> Tenso
     """Return finite scales in float32, of the grid's shape."""
     scales = read_grid(folder, name, (*_FLOATS, *_EXPONENTS), grid)
     scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-    return check_finite(folder, name, scales.float())
+    return check_finite(name, scales.float())
 
 
 def read_grid(
@@ -115,7 +128,7 @@ def read_grid(
     """Read a tensor of the grid's shape, which may lack dimensions of size 1, or have more of them."""
     stored = folder.shapes.get(name, grid)
     if [size for size in stored if size != 1] != [size for size in grid if size != 1]:
-        raise UserError(f"{folder.path}: {name} is {list(stored)}, must be {list(grid)}")
+        raise LayoutError(f"{name} is {list(stored)}, must be {list(grid)}")
     return read_part(folder, name, dtypes, stored).reshape(grid)
 
 
@@ -138,11 +151,6 @@ def decode(
             out[rows] -= zeros_RC[row_index_N[rows]][:, group_index_K]
         out[rows] *= scales_RC[row_index_N[rows]][:, group_index_K]
     return out
-
-
-def _check_codes(folder: TensorFolder, name: str, codes_NK: Tensor) -> None:
-    for rows in row_chunks(codes_NK):
-        check_finite(folder, name, codes_NK[rows])
 
 
 def _pack_fp8(codes_NK: Tensor, scales_RC: Tensor, granularity: Granularity) -> FP8:
@@ -181,8 +189,8 @@ def packed_int_weight(
     granularity = Granularity(1, group)
     has_index = index in folder.shapes and group is not None
     format = INT8.name if group is None and (is_symmetric or bits < 8) else None
-    optional = () if is_symmetric else (zeros,)
-    parts = (codes, scales, size, *optional, *([index] if index in folder.shapes else []))
+    optional = (zeros,) * (not is_symmetric) + (index,) * (index in folder.shapes)
+    parts = (codes, scales, size, *optional)
     read = partial(_read_packed_int, folder, module, (n, k), bits, granularity, is_symmetric, has_index)
     return StoredWeight((n, k), f"int{bits} {granularity}", format, parts, read)
 
@@ -192,7 +200,7 @@ def _stored_size(folder: TensorFolder, codes: str, size: str, bits: int) -> tupl
     n, k = stored
     packed = matrix_shape(folder, codes)
     if min(n, k) <= 0 or packed != (n, -(-k * bits // 32)):
-        raise UserError(f"{folder.path}: {codes} is {list(packed)}, which {size} {stored} does not fit")
+        raise LayoutError(f"{codes} is {list(packed)}, which {size} {stored} does not fit")
     return n, k
 
 
@@ -234,7 +242,7 @@ def read_group_index(folder: TensorFolder, name: str, k: int, num_groups: int) -
     if (index_K == -1).all():
         return None
     if index_K.min() < 0 or index_K.max() >= num_groups:
-        raise UserError(f"{folder.path}: {name} holds groups outside 0 to {num_groups - 1}")
+        raise LayoutError(f"{name} holds groups outside 0 to {num_groups - 1}")
     return index_K
 
 
