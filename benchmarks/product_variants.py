@@ -33,7 +33,10 @@ def grouped_variants(card: CudaArchitecture) -> list[KernelVariant]:
     forms = [(tile, *form) for tile in tiles for form in ((0, False), (2, True))] + [(tiles[0], 1, True)]
     adapters = ((0, False, 4, 0), (0, False, 16, 0), (2, True, 4, 2), (1, True, 16, 1))
     forms += [(tile, *form) for tile in (tiles[0], tiles[-1]) for form in adapters]
-    each = [(tile, _pairs(op.defines_of(tile, *form))) for tile, *form in forms]
+    each = [
+        (tile, _pairs(op.defines_of(tile, activation, bool(gather), *rank)))
+        for tile, activation, gather, *rank in forms
+    ]
     shrinks = [
         KernelVariant(op.SHRINK_FILE, op.SHRINK_NAME, (("GATHER", gather), ("RANK", rank)), 256, 0)
         for gather, rank in ((1, 4), (0, 16))
