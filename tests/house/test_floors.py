@@ -33,7 +33,27 @@ ROOMS = {  # inside a package a folder imports from itself and from folders furt
     "models": "families < checkpoint < transformers_backend < peft < quantize",
     "training": "engines < rollouts",
 }
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 500, 60, 60_560
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+SIZES = {  # lines of each package when it was last looked at
+    "algo": 850,
+    "aqn": 528,
+    "bench": 1670,
+    "cli": 1228,
+    "config": 2189,
+    "cost": 465,
+    "engine": 5959,
+    "eval": 463,
+    "export": 184,
+    "formats": 872,
+    "kernels": 9194,
+    "learner": 3314,
+    "models": 10497,
+    "serve": 4371,
+    "tasks": 7064,
+    "tracking": 3185,
+    "training": 4374,
+    "trl": 1912,
+}
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")
 
@@ -137,8 +157,16 @@ def test_class_names_are_unique():
     assert not repeated, "\n".join(f"{name}: {', '.join(found)}" for name, found in repeated.items())
 
 
-def test_the_whole_stays_small():
-    assert sum(p.read_text().count("\n") for p in FILES) <= MAX_PACKAGE_LINES
+@pytest.mark.parametrize("package", SIZES)
+def test_a_package_that_grew_by_a_tenth_is_looked_at(package):
+    """Look what can go or belongs elsewhere; then set its number in SIZES to what is left."""
+    files = [path for path in FILES if path.relative_to(SRC / PKG).parts[0] == package]
+    lines = sum(path.read_text().count("\n") for path in files)
+    assert lines <= 1.1 * SIZES[package]
+
+
+def test_every_package_has_a_size():
+    assert set(SIZES) == {path.name for path in (SRC / PKG).iterdir() if (path / "__init__.py").exists()}
 
 
 def test_the_design_names_floors_as_they_are():
