@@ -80,8 +80,8 @@ def test_between_two_turns_stands_what_the_template_puts_there(conversations, mo
         (part,) = group.samples_G[0].episode.parts
         (s,) = part.samples_G
         for span in s.environment_spans:
-            text = model.tokenizer.decode(s.tokens_T[span.start : span.stop])
-            end = "" if s.tokens_T[span.start - 1] in model.stop_tokens else "<|im_end|>"
+            text = model.engine.tokenizer.decode(s.tokens_T[span.start : span.stop])
+            end = "" if s.tokens_T[span.start - 1] in model.engine.stop_token_ids else "<|im_end|>"
             assert text == f"{end}<|im_start|>user more<|im_end|><|im_start|>assistant "
 
 
@@ -147,7 +147,7 @@ def test_chats_without_an_assistants_turn_are_each_a_sample_with_the_reward(mode
         assert sample.failure is None and sample.reward == 0.25
         for part, roles in zip(sample.episode.parts, chats, strict=True):
             said = "".join(f"<|im_start|>{r} {r} {i}<|im_end|>" for i, r in enumerate(roles))
-            assert model.tokenizer.decode(part.prompt.tokens_T) == f"{said}<|im_start|>assistant "
+            assert model.engine.tokenizer.decode(part.prompt.tokens_T) == f"{said}<|im_start|>assistant "
             assert not part.samples_G[0].environment_spans  # all of its tokens are learned
     cause, message = empty.failure
     assert cause == "raised BadRequestError" and "messages: " in message and empty.reward is None

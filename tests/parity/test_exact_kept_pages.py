@@ -40,7 +40,7 @@ def two_calls(engine, kept_fraction):
         first = answered(batch, prompt, episode)
         longer = [*prompt.tokens_T, *first.tokens_T, 7, 8, 9]
         second = answered(batch, dataclasses.replace(prompt, tokens_T=longer), episode)
-        return [first, second], batch.num_reused_tokens
+        return [first, second], batch.generation.stats.reused_tokens
 
 
 def told(samples):

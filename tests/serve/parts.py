@@ -116,7 +116,7 @@ def wait_for(holds, *, most_s: float = 20) -> None:
 
 
 def prompt_of(model: LoadedModel, text: str, *, index: int = 0) -> Prompt:
-    tokens_T = list(model.tokenizer(text)["input_ids"])
+    tokens_T = list(model.engine.tokenizer(text)["input_ids"])
     return Prompt(index=index, text=text, tokens_T=tokens_T, messages=None, columns={})
 
 

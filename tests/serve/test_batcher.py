@@ -113,8 +113,8 @@ def test_a_cancelled_request_leaves_the_batch_at_the_next_burst(model, batcher):
     with pytest.raises(CancelledRequestError):
         gone.future.result(timeout=30)
     assert len(gone.tokens[0]) == 3
-    parts.wait_for(lambda: batcher.batch.num_used_pages == 0)
-    assert batcher.batch.num_tokens <= 2 * 4 + len(sample.tokens_T)
+    parts.wait_for(lambda: batcher.batch.generation.num_used_pages == 0)
+    assert batcher.batch.generation.stats.num_tokens <= 2 * 4 + len(sample.tokens_T)
 
 
 def test_a_request_that_waits_for_room_is_cancelled_too(model):

@@ -97,7 +97,7 @@ def test_a_client_that_takes_nothing_loses_its_request(model):
         with parts.connected(address, parts.post(ask), receive_bytes=4096):
             closed = 'qerl_http_connections_closed_total{reason="send_timeout"}'
             parts.wait_for(lambda: parts.metric(address, closed) == 1, most_s=60)
-            parts.wait_for(lambda: batcher.batch.num_used_pages == 0, most_s=60)
+            parts.wait_for(lambda: batcher.batch.generation.num_used_pages == 0, most_s=60)
         assert chat(address).status_code == 200
 
 

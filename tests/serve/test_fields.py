@@ -44,7 +44,7 @@ def choices(client, route, ask):
 
 
 def test_token_ids_are_a_prompt(client, model):
-    ids = model.tokenizer("hello")["input_ids"]
+    ids = model.engine.tokenizer("hello")["input_ids"]
     (text,) = choices(client, COMPLETIONS, PLAIN)
     (same,) = choices(client, COMPLETIONS, PLAIN | {"prompt": ids, "return_token_ids": True})
     assert same["text"] == text["text"]
@@ -57,7 +57,7 @@ def test_token_ids_are_a_prompt(client, model):
 
 def test_echo_with_logprobs_is_the_likelihood_of_the_prompt(client, model):
     """Against log softmax of a whole forward pass; the greedy token is the first of the top ones."""
-    ids = model.tokenizer("hello world")["input_ids"]
+    ids = model.engine.tokenizer("hello world")["input_ids"]
     ask = {"prompt": [ids], "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
     (choice,) = choices(client, COMPLETIONS, PLAIN | ask)
     logprobs = choice["logprobs"]
@@ -192,7 +192,7 @@ def test_the_template_gets_the_tools_and_the_calls_before(client, model):
         {"role": "tool", "content": "done", "tool_call_id": "1"},
     ]
     ask = HELLO | {"messages": messages, "tools": TOOLS, "return_token_ids": True, "max_tokens": 1}
-    text = model.tokenizer.decode(client.post(CHAT, json=ask).json()["prompt_token_ids"])
+    text = model.engine.tokenizer.decode(client.post(CHAT, json=ask).json()["prompt_token_ids"])
     assert text.replace("<|im_end|>", "").split("<|im_start|>")[1:] == [
         "paint,wait,",
         '{"name": "paint", "arguments": {"color": "red"}}',
@@ -220,7 +220,7 @@ def test_a_template_without_tools_has_them_in_the_system_message(tmp_path):
     ask = HELLO | {"messages": messages, "tools": TOOLS, "return_token_ids": True, "max_tokens": 1}
     app, _ = parts.app_of(model, max_prompt_tokens=1000)
     with TestClient(app, base_url="http://localhost") as client:
-        text = model.tokenizer.decode(client.post(CHAT, json=ask).json()["prompt_token_ids"])
+        text = model.engine.tokenizer.decode(client.post(CHAT, json=ask).json()["prompt_token_ids"])
     system, *others = text.replace("<|im_end|>", "").split("<|im_start|>")[1:]
     listed = system.split("\n")
     assert listed[0] == "Be kind." and [json.loads(line)["name"] for line in listed[3:-1]] == [

@@ -166,7 +166,7 @@ def test_lm_eval_generates_and_scores_choices(served, tmp_path):
     for i, choices in enumerate(found["samples"]["chosen"]):
         for text, (logprob, is_greedy) in zip((" yes", " no, never"), choices, strict=True):
             context, whole = (
-                model.tokenizer(t)["input_ids"] for t in (f"{i} and {i + 1}", f"{i} and {i + 1}{text}")
+                model.engine.tokenizer(t)["input_ids"] for t in (f"{i} and {i + 1}", f"{i} and {i + 1}{text}")
             )
             logprobs_TV = parts.logits_of(model, whole).log_softmax(-1)[len(context) - 1 : -1]
             ids = whole[len(context) :]

@@ -57,14 +57,14 @@ def test_the_client_lists_chats_and_completes(client):
 
 def test_a_streamed_chat_is_the_whole_one_and_comes_while_it_is_drawn(served, client):
     whole = asked(client, max_tokens=300).choices[0]
-    texts, finish, before, num_at_first_text = [], None, served[1].batch.num_tokens, None
+    texts, finish, before, num_at_first_text = [], None, served[1].batch.generation.stats.num_tokens, None
     with asked(client, max_tokens=300, stream=True, stream_options={"include_usage": True}) as stream:
         for piece in stream:
             if piece.choices:
                 texts.append(piece.choices[0].delta.content or "")
                 finish = finish or piece.choices[0].finish_reason
                 if texts[-1] and num_at_first_text is None:
-                    num_at_first_text = served[1].batch.num_tokens - before
+                    num_at_first_text = served[1].batch.generation.stats.num_tokens - before
             else:
                 counts = piece.usage
     assert "".join(texts) == whole.message.content and finish == whole.finish_reason
@@ -83,15 +83,16 @@ def test_a_client_that_leaves_costs_no_more_tokens(served, client, is_stream):
     address, batcher = served
     long = {"max_tokens": 900, "seed": 8, "n": 2, "temperature": 2.0}
     num_whole = asked(client, **long).usage.completion_tokens
-    before = batcher.batch.num_tokens
+    before = batcher.batch.generation.stats.num_tokens
     body = json.dumps({"model": "tiny", "messages": HELLO, "stream": is_stream, **long})
     head = f"authorization: Bearer {KEY}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     url = httpx.URL(address)
     with socket.create_connection((url.host, url.port)) as connection:
         connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n{body}".encode())
-        parts.wait_for(lambda: batcher.batch.num_tokens > before and batcher.batch.num_used_pages > 0)
-    parts.wait_for(lambda: batcher.batch.num_used_pages == 0)
-    assert 0 < batcher.batch.num_tokens - before < num_whole / 2
+        generation = batcher.batch.generation
+        parts.wait_for(lambda: generation.stats.num_tokens > before and generation.num_used_pages > 0)
+    parts.wait_for(lambda: generation.num_used_pages == 0)
+    assert 0 < generation.stats.num_tokens - before < num_whole / 2
     assert asked(client).choices[0].message.content
 
 

@@ -15,15 +15,15 @@ def model(tmp_path_factory):
 
 def streamed(model, tokens_T, stop=()):
     """(the pieces as tokens come, one by one; the whole text by the engine's own reading)."""
-    stream, text = TextStream(model, stop), Detokenizer(model.tokenizer, stop)
-    whole = text.decode([token for token in tokens_T if token not in model.stop_tokens])
+    stream, text = TextStream(model, stop), Detokenizer(model.engine.tokenizer, stop)
+    whole = text.decode([token for token in tokens_T if token not in model.engine.stop_token_ids])
     sample = Sample(tokens_T=tokens_T, logprobs_T=[0.0], text=whole, finish="stop", version=0)
     ended = [None] * (len(tokens_T) - 1) + [sample]
     return [stream.add(token, end) for token, end in zip(tokens_T, ended, strict=True)], whole
 
 
 def test_a_character_of_several_bytes_comes_whole(model):
-    tokens_T = model.tokenizer("a\u00e9\u4e2d b")["input_ids"]
+    tokens_T = model.engine.tokenizer("a\u00e9\u4e2d b")["input_ids"]
     assert len(tokens_T) == 8
     pieces, _ = streamed(model, tokens_T)
     assert pieces == ["a", "", "\u00e9", "", "", "\u4e2d", " ", "b"]
@@ -39,7 +39,7 @@ def test_bytes_that_are_no_text_come_as_the_whole_text_has_them(model, rng):
 
 
 def test_what_may_begin_a_stop_string_waits_until_it_does_not(model):
-    tokens_T = model.tokenizer("one END, two END")["input_ids"]
+    tokens_T = model.engine.tokenizer("one END, two END")["input_ids"]
     pieces, whole = streamed(model, tokens_T, stop=(" END.", "EN,"))
     assert (pieces[3:8], whole) == (["", "", "", "", " END,"], "one END, two END")
     assert "".join(pieces) == whole
@@ -49,6 +49,6 @@ def test_what_may_begin_a_stop_string_waits_until_it_does_not(model):
 
 
 def test_the_token_that_ends_a_sample_is_no_text(model):
-    for stop_token in model.stop_tokens:
-        pieces, _ = streamed(model, [*model.tokenizer("ab")["input_ids"], stop_token])
+    for stop_token in model.engine.stop_token_ids:
+        pieces, _ = streamed(model, [*model.engine.tokenizer("ab")["input_ids"], stop_token])
         assert pieces == ["a", "b", ""]

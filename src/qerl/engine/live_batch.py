@@ -62,34 +62,11 @@ class LiveBatch:
         max_positions: int,
     ):
         """make_generation gets the function to call for every token."""
-        self._generation = make_generation(self._on_token)
+        self.generation = make_generation(self._on_token)
         self._new_group, self._stopping, self._to_sample = new_group, stopping, to_sample
         self._logits, self._max_positions = logits, max_positions
         self._live: dict[int, _Live] = {}
         self._num_added = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of sampled tokens so far."""
-        return self._generation.stats.num_tokens
-
-    @property
-    def num_reused_tokens(self) -> int:
-        """Number of prompt tokens so far whose pages were kept."""
-        return self._generation.stats.reused_tokens
-
-    @property
-    def num_prefilled_tokens(self) -> int:
-        """Number of tokens computed so far in prefills."""
-        return self._generation.num_prefilled
-
-    @property
-    def num_used_pages(self) -> int:
-        return self._generation.num_used_pages
-
-    @property
-    def num_pages(self) -> int:
-        return self._generation.num_pages
 
     def add(self, request: LiveRequest) -> None:
         """Raise UserError if the prompt leaves no room for a token."""
@@ -97,23 +74,23 @@ class LiveBatch:
         group = self._group(index, request)
         self._num_added += 1
         self._live[index] = _Live(request, group, self._stopping(request.sampling.stop))
-        self._generation.add([group])
+        self.generation.add([group])
 
     def abort(self, requests: list[LiveRequest]) -> None:
         """Remove those of the requests that are not complete."""
         gone = [live.group for live in self._live.values() if live.request in requests]
         if gone:
-            self._generation.abort(gone)
+            self.generation.abort(gone)
         for group in gone:
             self._live.pop(group.index, None)  # the tokens that abort read may have ended it
 
     def forget(self, episodes: list[object]) -> None:
         """Keep no pages for these episodes any more."""
-        self._generation.forget(episodes)
+        self.generation.forget(episodes)
 
     def step(self) -> None:
-        if not self._generation.is_done:
-            self._generation.step()
+        if not self.generation.is_done:
+            self.generation.step()
 
     def _group(self, index: int, request: LiveRequest) -> LiveGroup:
         prompt, sampling = request.prompt, request.sampling
@@ -144,7 +121,7 @@ class LiveBatch:
             s.finish = "stop"
         token = TokenLogprob(s.tokens_T[-1], s.logprobs_T[-1], s.top_logprobs)
         if s.finish is not None and live.request.is_learned:
-            self._generation.keep_routes(s)
+            self.generation.keep_routes(s)
         ended = None if s.finish is None else self._to_sample(s, live.stopping)
         live.request.on_token(s.sample_index, token, ended)
         if all(each.finish is not None for each in live.group.samples_G):

@@ -76,6 +76,7 @@ class LocalEngine(abc.ABC):
 
     @property
     def vocab_size(self) -> int:
+        """Rows of the model's LM head, of which the tokenizer may know fewer."""
         return self._model.vocab_size
 
     @property

@@ -138,7 +138,7 @@ class Routes:
     def __init__(self, parser: RequestParser, batcher: Batcher, metrics: ServerMetrics):
         self._metrics = metrics
         self._parser, self._batcher, self._created = parser, batcher, int(time.time())
-        self._names = parser.name, parser.model.tokenizer
+        self._names = parser.name, parser.model.engine.tokenizer
         self._parse_thread = ThreadPoolExecutor(1, "parser")
 
     def close(self) -> None:

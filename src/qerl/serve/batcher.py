@@ -216,21 +216,24 @@ class Batcher:
     def num_generated_tokens(self) -> int:
         """Number of tokens sampled by all batches."""
         with self._changed:
-            return self._num_earlier_tokens + (0 if self.batch is None else self.batch.num_tokens)
+            if self.batch is None:
+                return self._num_earlier_tokens
+            return self._num_earlier_tokens + self.batch.generation.stats.num_tokens
 
     @property
     def prefilled(self) -> "PromptTokens":
         """Tokens of prompts that all batches reused and computed."""
         with self._changed:
-            if (batch := self.batch) is None:
+            if self.batch is None:
                 return self._earlier
-            return self._earlier + PromptTokens(batch.num_reused_tokens, batch.num_prefilled_tokens)
+            generation = self.batch.generation
+            return self._earlier + PromptTokens(generation.stats.reused_tokens, generation.num_prefilled)
 
     @property
     def kv_pages(self) -> tuple[int, int]:
         """(used, all) pages of the running batch's KV cache; zeros without one."""
         batch = self.batch
-        return (0, 0) if batch is None else (batch.num_used_pages, batch.num_pages)
+        return (0, 0) if batch is None else (batch.generation.num_used_pages, batch.generation.num_pages)
 
     def submit(self, request: PendingRequest) -> None:
         if request.recorded is not None:

@@ -66,7 +66,7 @@ class Chat:
         limit = positions - min(self._options.max_tokens, positions // 2)
         remaining = list(messages)
         while True:
-            _, tokens_T = render_chat(self._model.tokenizer, remaining)
+            _, tokens_T = render_chat(self._model.engine.tokenizer, remaining)
             if len(tokens_T) <= limit or len(remaining) == first + 1:
                 break
             del remaining[first : first + 2]

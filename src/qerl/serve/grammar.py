@@ -66,7 +66,7 @@ class Grammars:
             message = str(error)
         if message and not message.startswith("WARNING"):
             raise UserError(f"the JSON schema is not supported: {message}")
-        return functools.partial(JsonConstraint, tokenizer, self._model.vocab_size, grammar)
+        return functools.partial(JsonConstraint, tokenizer, self._model.engine.vocab_size, grammar)
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
@@ -74,6 +74,6 @@ class Grammars:
             raise UserError("structured output needs llguidance on the server: pip install llguidance")
         from llguidance.hf import from_tokenizer
 
-        model = self._model
-        stop_tokens = sorted(model.stop_tokens) or None
-        return from_tokenizer(model.tokenizer, n_vocab=model.vocab_size, eos_token=stop_tokens)  # type: ignore[arg-type]
+        engine = self._model.engine
+        stop_tokens = sorted(engine.stop_token_ids) or None
+        return from_tokenizer(engine.tokenizer, n_vocab=engine.vocab_size, eos_token=stop_tokens)  # type: ignore[arg-type]

@@ -5,8 +5,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from qerl.config import ModelConfig, NoiseConfig, RunConfig
 from qerl.engine.local_engine import LocalEngine
 from qerl.models.device import resolve_device
@@ -19,19 +17,6 @@ class LoadedModel:
     engine: LocalEngine
     max_positions: int
     """Longest prompt and answer together, in tokens."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.engine.tokenizer
-
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        return self.engine.stop_token_ids
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the model's LM head, of which the tokenizer may know fewer."""
-        return self.engine.vocab_size
 
 
 def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> LoadedModel:

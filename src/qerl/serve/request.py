@@ -85,23 +85,25 @@ class RequestParser:
         if wrong := [name for name in variables if name in _RESERVED or not name.isidentifier()]:
             message = f"chat_template_kwargs: {wrong[0][:50]!r} is not a variable of a template"
             raise ApiError(400, message, param="chat_template_kwargs")
+        tokenizer = self.model.engine.tokenizer
         try:
-            plain = render_chat(self.model.tokenizer, messages, variables)
+            plain = render_chat(tokenizer, messages, variables)
             if not body.offered_tools:
                 return plain
             tools = [tool.function.for_template() for tool in body.tools]
-            prompt = render_chat(self.model.tokenizer, messages, variables | {"tools": tools})
+            prompt = render_chat(tokenizer, messages, variables | {"tools": tools})
             if prompt == plain:  # the template has no place for tools
-                prompt = render_chat(self.model.tokenizer, with_described_tools(messages, tools), variables)
+                prompt = render_chat(tokenizer, with_described_tools(messages, tools), variables)
             return prompt
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
 
     def _tokenized(self, prompt: str | list[int]) -> tuple[str, list[int]]:
+        engine = self.model.engine
         if isinstance(prompt, str):
-            return prompt, list(self.model.tokenizer(prompt)["input_ids"])
-        if max(prompt) >= self.model.vocab_size:
-            message = f"prompt: token {max(prompt)} is not in the vocabulary of {self.model.vocab_size}"
+            return prompt, list(engine.tokenizer(prompt)["input_ids"])
+        if max(prompt) >= engine.vocab_size:
+            message = f"prompt: token {max(prompt)} is not in the vocabulary of {engine.vocab_size}"
             raise ApiError(400, message[:200], param="prompt")
         return "", prompt
 

@@ -14,7 +14,8 @@ _INCOMPLETE = "\ufffd"
 
 class TextStream:
     def __init__(self, model: LoadedModel, stop: tuple[str, ...]):
-        self._tokenizer, self._stop_tokens, self._stop = model.tokenizer, model.stop_tokens, stop
+        self._tokenizer, self._stop_tokens = model.engine.tokenizer, model.engine.stop_token_ids
+        self._stop = stop
         self._tokens_T: list[int] = []
         self._context_start = self._num_decoded = 0  # decoding starts at the first, new text at the second
         self._pending = ""

@@ -18,10 +18,12 @@ from qerl.trl.data import write_rows
 from qerl.trl.evaluation import evaluate
 from qerl.trl.ignored import GRPOIgnoredFields, ignored
 from qerl.trl.refused import GRPORefusedFields, check_refused
-from qerl.trl.run_trainer import Rows, RunTrainer, all_rows, based, num_rows
+from qerl.trl.run_trainer import Rows, RunTrainer, all_rows, num_rows
 from qerl.trl.tools import make_environment, of_conversations, takes_environments
 from qerl.trl.translate import length, plain
 from qerl.trl.translate_grpo import batch_of, run_config
+
+_BASE = RunConfig(noise=NoiseConfig(schedule="none"))
 
 
 class GRPOTrainer(RunTrainer):
@@ -63,18 +65,10 @@ class GRPOTrainer(RunTrainer):
         self._rewards, self._weights, self._schemas = _with_tools(
             self.reward_funcs, self.args, tools or (), environment_factory
         )
-        base = based(
-            base or RunConfig(noise=NoiseConfig(schedule="none")),
-            model,
-            self.args,
-            processing_class=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
+        base = self._based(base or _BASE, quantization_config, peft_config)
         self._batch = batch_of(self.args, length(train_dataset))
         self.config = self._run_config(base, Path(str(self.args.output_dir)))
-        names = ignored(self.args, GRPOIgnoredFields)
-        self._start(self._batch, names, callbacks, model=model, processing_class=processing_class)
+        self._start(self._batch, ignored(self.args, GRPOIgnoredFields), callbacks)
 
     def _run_config(self, base: RunConfig, folder: Path) -> RunConfig:
         args, rows = self.args, self.train_dataset

@@ -20,7 +20,6 @@ from qerl.learner import checkpoint
 from qerl.models.checkpoint.source import locate
 from qerl.models.hf_writer import write_tokenizer
 from qerl.trl.callbacks import CallbackObserver
-from qerl.trl.config import TrainFields
 from qerl.trl.data import write_rows
 from qerl.trl.hub import model_card, push_folder
 from qerl.trl.lora import adapter_config
@@ -44,21 +43,35 @@ class MainProcess:
 
 
 class RunTrainer:
-    """A trainer of transformers over a run of qerl. A subclass sets `config` and calls `_start`, and says how
-    to train and to evaluate."""
+    """A trainer of transformers over a run of qerl. A subclass sets these attributes and calls `_start`, and
+    says how to train and to evaluate."""
 
     args: Any
     config: RunConfig
+    model: Any
+    processing_class: Any
     eval_dataset: Rows | Mapping[str, Rows] | None
     method: str
     """The method's name on a model card."""
 
-    def _start(self, batch: Batch, ignored: list[str], callbacks: Sequence[Any], **parts: Any) -> None:
-        """Name what has no effect, and make the observer that calls the callbacks with these parts."""
+    def _based(self, base: RunConfig, quantization_config: Any, peft_config: Any) -> RunConfig:
+        """Return base with the trainer's model and adapter."""
+        path, adapter = model_path(self.model, self.processing_class, Path(str(self.args.output_dir)))
+        is_named = isinstance(self.model, str)
+        stored = None if is_named else getattr(self.model.config, "quantization_config", None)
+        return dataclasses.replace(
+            base,
+            model=model_config(path, quantization_config or stored, self.args, base.model),
+            adapter=adapter or adapter_config(peft_config, base.adapter),
+        )
+
+    def _start(self, batch: Batch, ignored: list[str], callbacks: Sequence[Any]) -> None:
+        """Name what has no effect, and make the observer that calls the callbacks."""
         args, folder = self.args, Path(self.config.out)
         if ignored:
             _logger.warning("%s: no effect here: %s", type(args).__name__, ", ".join(ignored))
         self.accelerator, self.hub_model_id = MainProcess(), args.hub_model_id or folder.resolve().name
+        parts = {"model": self.model, "processing_class": self.processing_class}
         self._observer = CallbackObserver(callbacks or (), args, batch, folder, **parts)
         self._observer.call("on_init_end")
 
@@ -188,25 +201,6 @@ class RunTrainer:
 
     def end(self) -> None:
         """Nothing is left open after train."""
-
-
-def based(
-    base: RunConfig,
-    model: Any,
-    args: TrainFields,
-    *,
-    processing_class: Any,
-    quantization_config: Any,
-    peft_config: Any,
-) -> RunConfig:
-    """Return base with the trainer's model and adapter."""
-    path, adapter = model_path(model, processing_class, Path(str(args.output_dir)))
-    stored = None if isinstance(model, str) else getattr(model.config, "quantization_config", None)
-    return dataclasses.replace(
-        base,
-        model=model_config(path, quantization_config or stored, args, base.model),
-        adapter=adapter or adapter_config(peft_config, base.adapter),
-    )
 
 
 def all_rows(rows: Rows | Mapping[str, Rows] | None) -> list[dict[str, Any]] | None:

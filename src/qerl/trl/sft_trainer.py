@@ -18,7 +18,7 @@ from qerl.trl.config import SFTConfig
 from qerl.trl.data import write_rows
 from qerl.trl.ignored import SFTIgnoredFields, ignored
 from qerl.trl.refused import SFTRefusedFields, check_refused
-from qerl.trl.run_trainer import Rows, RunTrainer, all_rows, based, num_rows
+from qerl.trl.run_trainer import Rows, RunTrainer, all_rows, num_rows
 from qerl.trl.translate import Batch, length, plain, shared_config
 
 _BASE = RunConfig(noise=NoiseConfig(schedule="none"), sample=SampleConfig(max_tokens=128))
@@ -78,17 +78,9 @@ class SFTTrainer(RunTrainer):
         self.model, self.processing_class = model, processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._formatting_func = formatting_func
-        base = based(
-            base or _BASE,
-            model,
-            self.args,
-            processing_class=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
+        base = self._based(base or _BASE, quantization_config, peft_config)
         batch = self._prepare(base, Path(str(self.args.output_dir)))
-        names = ignored(self.args, SFTIgnoredFields)
-        self._start(batch, names, callbacks, model=model, processing_class=processing_class)
+        self._start(batch, ignored(self.args, SFTIgnoredFields), callbacks)
 
     def _prepare(self, base: RunConfig, folder: Path) -> Batch:
         """Write the rows, read them as the run will, and set `config`."""
