@@ -44,14 +44,6 @@ def check_backend(config: RunConfig) -> None:
         )
 
 
-def load_policy(config: RunConfig) -> tuple[PolicyModel, LocalEngine, Task]:
-    """Build the task first, so that its errors appear before weights are read. config.model has no `auto`.
-
-    examples/first_run.ipynb calls it."""
-    tokenizer, task = load_task(config)
-    return *load_sampler(config, tokenizer), task
-
-
 def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     check_prompt_fits(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
