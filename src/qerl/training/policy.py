@@ -65,7 +65,7 @@ def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
 
 def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:
     """Raise UserError for what several ranks or an environment cannot do."""
-    is_deep, has_env = config.algo.branching == "deep", pool.has_environment
+    is_deep, has_env = config.algo.branching == "deep", pool.environment is not None
     is_refused = config.rollout.partial and (has_env or config.num_prompts < ranks.count)
     require(
         not is_refused, "rollout.partial needs at least one prompt per rank; environments are not supported"
