@@ -113,13 +113,13 @@ def test_each_form_learns_what_it_says(tokenizer, row, expected):
 
 def test_without_assistant_only_loss_every_token_but_the_first_is_learned(tokenizer):
     (one,) = made(tokenizer, {"messages": CHAT}, assistant_only_loss=False)
-    assert one.num_learned == len(one.tokens_T) - 1
+    assert sum(one.learned_T) == len(one.tokens_T) - 1
 
 
 def test_a_long_row_is_cut_and_one_with_nothing_left_is_refused(tokenizer):
     whole = made(tokenizer, {"messages": CHAT})[0]
     (cut,) = made(tokenizer, {"messages": CHAT}, max_length=20)
-    assert cut.tokens_T == whole.tokens_T[:20] and 0 < cut.num_learned < whole.num_learned
+    assert cut.tokens_T == whole.tokens_T[:20] and 0 < sum(cut.learned_T) < sum(whole.learned_T)
     with pytest.raises(BadRow, match="nothing to learn in its first 5 tokens"):
         made(tokenizer, {"messages": CHAT}, max_length=5)
 

@@ -12,7 +12,7 @@ from material import CHATML, END, START, tokenizer
 from qerl.config import EnvironmentConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.environment import Close, EnvironmentReply, Reset, Step
+from qerl.tasks.environment import Call, EnvironmentReply
 from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.prompt import chat_reply_tokens, plain_reply_tokens
 from qerl.tasks.reward import resolve
@@ -96,11 +96,11 @@ def test_reward_workers_are_started_for_reward_functions_alone(pool):
 
 
 def reset(one, num, **row):
-    return one.play([Reset((0, g), row, 7) for g in range(num)])
+    return one.play([Call("reset", (0, g), row, 7) for g in range(num)])
 
 
 def stepped(one, *completions):
-    return one.play([Step((0, g), completion) for g, completion in enumerate(completions)])
+    return one.play([Call("step", (0, g), completion) for g, completion in enumerate(completions)])
 
 
 def test_an_environment_lives_from_reset_to_close(pool):
@@ -111,7 +111,10 @@ def test_an_environment_lives_from_reset_to_close(pool):
     ]
     assert stepped(one, "c")[0] == EnvironmentReply([{"role": "user", "content": "7 2 c"}], 2.0, False)
     assert stepped(one, "end")[0].is_done
-    assert one.play([Close((0, 0)), Close((0, 1))]) == [EnvironmentReply([]), EnvironmentReply([])]
+    assert one.play([Call("close", (0, 0)), Call("close", (0, 1))]) == [
+        EnvironmentReply([]),
+        EnvironmentReply([]),
+    ]
     assert stepped(one, "d")[0].cause == "died"
 
 
@@ -139,7 +142,7 @@ def test_an_environment_that_fails_costs_its_own_sample_alone(pool, way, cause):
     first, failed, last = stepped(one, "a", way, "b")
     assert failed.cause == cause and failed.message.startswith("Echo.step: ")
     assert (first.reward, last.reward) == (1.0, 1.0)
-    first, last = one.play([Step((0, 0), "a"), Step((0, 2), "b")])
+    first, last = one.play([Call("step", (0, 0), "a"), Call("step", (0, 2), "b")])
     assert (first.reward, last.reward) == (2.0, 2.0)
 
 
@@ -168,7 +171,7 @@ def test_an_environment_that_failed_is_closed_all_the_same(pool, tmp_path):
     one = pool(Closing)
     reset(one, 1, path=str(tmp_path / "closed"))
     assert stepped(one, "a")[0].cause == "raised ValueError" and not (tmp_path / "closed").exists()
-    assert one.play([Close((0, 0))]) == [EnvironmentReply([])] and (tmp_path / "closed").exists()
+    assert one.play([Call("close", (0, 0))]) == [EnvironmentReply([])] and (tmp_path / "closed").exists()
 
 
 def test_time_that_another_ones_code_takes_is_not_counted(pool):
@@ -311,7 +314,7 @@ def test_hints_say_where_the_answer_lies_and_reward_the_earlier_turn_more(pool):
     assert right == EnvironmentReply([], 0.5, True) and none == EnvironmentReply(
         said("That is not a number."), 0.0, False
     )
-    assert one.play([Step((0, 1), "1100")]) == [EnvironmentReply([], 0.25, True)]
+    assert one.play([Call("step", (0, 1), "1100")]) == [EnvironmentReply([], 0.25, True)]
     assert reset(one, 1)[0].cause == "raised ValueError"  # a row without an answer
 
 

@@ -9,7 +9,7 @@ import tiny_run
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.environment import Reset, Score, Step
+from qerl.tasks.environment import Call
 from qerl.trl import GRPOConfig, GRPOTrainer
 from qerl.trl.tools import make_environment, with_tool_calls
 
@@ -66,16 +66,18 @@ def test_calls_run_tools_of_the_samples_own_environment_which_gives_the_reward_a
     with RewardPool(TaskConfig(), functions=[environment]) as pool:
         assert pool.scores_episodes and pool.extends_prompt
         a, b = (0, 0), (0, 1)
-        openings = pool.play([Reset(key, row, seed=5) for key in (a, b)])
+        openings = pool.play([Call("reset", key, row, seed=5) for key in (a, b)])
         assert openings[0].messages == openings[1].messages and "start" in openings[0].messages[0]["content"]
         turn = f"Sure. {call('grow', by=3)}{call('add', left=1, right=2)}"
-        one, other = pool.play([Step(a, turn), Step(b, call("grow", by=-1))])
+        one, other = pool.play([Call("step", a, turn), Call("step", b, call("grow", by=-1))])
         assert [m["content"] for m in one.messages] == ["total 3", "3"] and not one.is_done
         assert other.messages == [{"role": "tool", "content": "{'error': 'too small'}"}]
-        (last,) = pool.play([Step(a, "It is 3.")])
+        (last,) = pool.play([Call("step", a, "It is 3.")])
         assert last.is_done and last.messages == [] and last.reward is None
         said = [{"role": "assistant", "content": turn}, *one.messages, {"role": "assistant", "content": "3."}]
-        scored = pool.play([Score(a, said), Score(b, [{"role": "assistant", "content": "x"}])])
+        scored = pool.play(
+            [Call("score", a, said), Call("score", b, [{"role": "assistant", "content": "x"}])]
+        )
         assert [reply.reward for reply in scored] == [3 + 0.5 * 3 * 2, 0.0]
 
 

@@ -135,7 +135,7 @@ def _task_settings(task: TaskConfig, pool: RewardPool) -> dict[str, Any]:
     fields, default = dataclasses.asdict(task), dataclasses.asdict(TaskConfig())
     names = ("reward_weights", "reward_timeout_s", "code")
     settings = {name: fields[name] for name in names if fields[name] != default[name]}
-    if pool.has_environment:
+    if pool.environment is not None:
         settings["environment"] = fields["environment"]
     return {"data": task.name, "rewards": list(task.rewards), **settings}
 

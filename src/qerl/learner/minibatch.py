@@ -88,8 +88,10 @@ def _share(
     weights_P_G += [[deep.weight * w for w in ws] for ws in _weights(grown_P, config, deep.num_branches)]
     known_P += grown_P
     with_gradient, without_gradient = [], []
-    for pair in zip(known_P, weights_P_G, strict=True):
-        (with_gradient if _has_gradient(pair[0], config) else without_gradient).append(pair)
+    has_other_loss = config.algo.beta > 0 or config.distil.is_on
+    for group, weights_G in zip(known_P, weights_P_G, strict=True):
+        has_gradient = has_other_loss or any(sample.advantage != 0 for sample in group.samples_G)
+        (with_gradient if has_gradient else without_gradient).append((group, weights_G))
     return Minibatch(
         with_gradient=MinibatchPart(_balanced(with_gradient, ranks), device),
         without_gradient=MinibatchPart(_balanced(without_gradient, ranks), device),
@@ -148,8 +150,3 @@ def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list
         num_samples=sum(sizes_P),
         max_tokens=config.sample.max_tokens,
     )
-
-
-def _has_gradient(group: Group, config: RunConfig) -> bool:
-    has_advantage = any(sample.advantage != 0 for sample in group.samples_G)
-    return config.algo.beta > 0 or config.distil.is_on or has_advantage

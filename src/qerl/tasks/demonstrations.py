@@ -60,10 +60,6 @@ class Demonstration:
     messages: list[Message] | None
     """The conversation before the first learned turn; None without messages."""
 
-    @property
-    def num_learned(self) -> int:
-        return sum(self.learned_T)
-
     def group(self, index: int) -> Group:
         """Return it as a sample with advantage 1: the learner's form. Tokens that are not learned are an
         environment's, and those after the last learned one are left out."""
@@ -128,7 +124,7 @@ class Demonstrator:
         if form is None:
             raise BadRow("is empty")
         made = [self._tokenized(*each) for each in FORMS[form](self, row)]
-        learned = [each for each in made if each.num_learned]
+        learned = [each for each in made if any(each.learned_T)]
         if not learned:
             limit = self._config.max_length
             raise BadRow("has nothing to learn" + (f" in its first {limit} tokens" if limit else ""))

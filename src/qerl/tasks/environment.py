@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qerl.config import EnvironmentConfig
 from qerl.tasks.event_loop import GuardedLoop, InvalidReturn
@@ -34,27 +34,13 @@ Key = tuple[int, int]
 Messages = list[dict[str, str]]
 
 
-class Reset(NamedTuple):
+class Call(NamedTuple):
+    """content: reset's row, step's completion, score's messages; seed: of reset."""
+
+    name: Literal["reset", "step", "score", "close"]
     key: Key
-    row: dict[str, Any]
-    seed: int
-
-
-class Step(NamedTuple):
-    key: Key
-    completion: str
-
-
-class Score(NamedTuple):
-    key: Key
-    messages: Messages
-
-
-class Close(NamedTuple):
-    key: Key
-
-
-Call = Reset | Step | Score | Close
+    content: Any = None
+    seed: int = 0
 
 
 def says_error(result: str) -> bool:
@@ -92,30 +78,28 @@ class EnvironmentWorker:
     def play(self, calls: list[Call]) -> list[EnvironmentReply | Failure]:
         """Return the reply to each call. After a failure, only close the environment."""
         name = name_of(self._make)
-        replies = self._loop.run(
-            [(f"{name}.{type(call).__name__.lower()}", partial(self._reply, call)) for call in calls]
-        )
+        replies = self._loop.run([(f"{name}.{call.name}", partial(self._reply, call)) for call in calls])
         if isinstance(replies, BaseException):
             self._live = {}
             return [failure_of(name, replies)] * len(calls)
         return replies
 
     async def _reply(self, call: Call) -> EnvironmentReply:
-        if isinstance(call, Reset):
+        if call.name == "reset":
             environment = self._live[call.key] = self._make()
             takes_seed = "seed" in inspect.signature(environment.reset).parameters
             options = {"seed": call.seed} if takes_seed else {}
-            return EnvironmentReply(_messages(await awaited(environment.reset(call.row, **options))))
-        if isinstance(call, Close):
+            return EnvironmentReply(_messages(await awaited(environment.reset(call.content, **options))))
+        if call.name == "close":
             environment = self._live.pop(call.key, None)
             await awaited(environment.close() if hasattr(environment, "close") else None)
             return EnvironmentReply([])
-        if isinstance(call, Score):
-            value = await awaited(self._live[call.key].score(call.messages))
+        if call.name == "score":
+            value = await awaited(self._live[call.key].score(call.content))
             return EnvironmentReply([], _number(value), True)
         if call.key not in self._live:
             raise InvalidReturn("died", "the process that ran it has ended")
-        result = await awaited(self._live[call.key].step(call.completion))
+        result = await awaited(self._live[call.key].step(call.content))
         if not isinstance(result, tuple) or len(result) != 3:
             kind = type(result).__name__
             raise InvalidReturn("wrong length", f"returned a {kind}, not (messages, reward, is_done)")

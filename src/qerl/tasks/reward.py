@@ -147,10 +147,6 @@ class RewardPool:
                 needs = f"{name_of(function)} needs {', '.join(names)}, but the data has no such column"
                 raise UserError(f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
 
-    @property
-    def has_environment(self) -> bool:
-        return self.environment is not None
-
     def play(self, calls: Sequence[Call]) -> list[EnvironmentReply | Failure]:
         """Run all environment calls concurrently and return their replies."""
         assert self._environment_worker is not None and self._environment_pool is not None
@@ -212,7 +208,7 @@ class RewardPool:
         if sample.failure is not None:
             return Failure(*sample.failure)
         outcome = next(outcomes)
-        has_own = self.has_environment or self._agent is not None
+        has_own = self.environment is not None or self._agent is not None
         added = sample.reward if has_own else None
         return outcome if added is None else _added(outcome, self._episode_weight, added)
 

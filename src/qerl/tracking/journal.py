@@ -276,14 +276,13 @@ class Journal:
                     folder.rmdir()
         try:
             if kind is StoppedAtOnce:
-                self._note_stopped()
+                with suppress(
+                    OSError, RunError, UserError
+                ):  # a damaged file, a full disk or a closed console
+                    saved = self.last_saved
+                    self.notice(f"stopped at once; {resumes_from(saved) if saved else 'no step is saved'}")
         finally:
             self.close()
-
-    def _note_stopped(self) -> None:
-        with suppress(OSError, RunError, UserError):  # of a damaged file, a full disk or a closed console
-            saved = self.last_saved
-            self.notice(f"stopped at once; {resumes_from(saved) if saved else 'no step is saved'}")
 
     def _record(self, log: StepLog, step_s: float) -> None:
         metrics = {"memory_gb": memory_gb(), **log.metrics, **self._stopwatch.take(), **self._carried}

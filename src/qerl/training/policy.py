@@ -44,14 +44,6 @@ def check_backend(config: RunConfig) -> None:
         )
 
 
-def load_policy(config: RunConfig) -> tuple[PolicyModel, LocalEngine, Task]:
-    """Build the task first, so that its errors appear before weights are read. config.model has no `auto`.
-
-    examples/first_run.ipynb calls it."""
-    tokenizer, task = load_task(config)
-    return *load_sampler(config, tokenizer), task
-
-
 def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     check_prompt_fits(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
@@ -73,7 +65,7 @@ def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
 
 def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:
     """Raise UserError for what several ranks or an environment cannot do."""
-    is_deep, has_env = config.algo.branching == "deep", pool.has_environment
+    is_deep, has_env = config.algo.branching == "deep", pool.environment is not None
     is_refused = config.rollout.partial and (has_env or config.num_prompts < ranks.count)
     require(
         not is_refused, "rollout.partial needs at least one prompt per rank; environments are not supported"

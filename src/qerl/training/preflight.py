@@ -36,7 +36,7 @@ from qerl.tasks import RewardPool
 from qerl.tasks.code.runner import SandboxUnavailable
 from qerl.tasks.code.sandbox import choose
 from qerl.tasks.env_packages import ENDPOINT_PACKAGES, require_installed, require_package
-from qerl.tasks.environment import Close, Reset
+from qerl.tasks.environment import Call
 from qerl.tasks.graders import NEED_ANSWER
 from qerl.tasks.prompt import render_chat
 from qerl.tasks.reward import format_failures, imported
@@ -252,8 +252,13 @@ class Preflight:
         for notice in check_task(self._config, self._task, self._pool):
             yield "note", notice, {}
         prompts_P, names = self._prompts_P[:_NUM_TRIED], self._rewards
-        if self._pool.has_environment:
-            self._reset_environment(prompts_P[0])
+        if self._pool.environment is not None:
+            prompt, key = prompts_P[0], (0, 0)
+            row = prompt.columns | {"prompt": prompt.messages or prompt.text}
+            (reply,) = self._pool.play([Call("reset", key, row, mix(self._config.seed, 0))])
+            self._pool.play([Call("close", key)])
+            if isinstance(reply, Failure):
+                raise UserError(f"task.rewards: row {prompt.index + 1}: {reply.cause}: {reply.message}")
             yield "ok", f"{names}: the environment begins an episode", {}
             return
         if self._pool.own_judges:
@@ -279,13 +284,6 @@ class Preflight:
         tokens_T = tokens_T or [self._tokenizer.eos_token_id or 0]
         logprobs_T = [0.0] * len(tokens_T)
         return Sample(tokens_T=tokens_T, logprobs_T=logprobs_T, text=text, finish="stop", version=0)
-
-    def _reset_environment(self, prompt: Prompt) -> None:
-        row, key = prompt.columns | {"prompt": prompt.messages or prompt.text}, (0, 0)
-        (reply,) = self._pool.play([Reset(key, row, mix(self._config.seed, 0))])
-        self._pool.play([Close(key)])
-        if isinstance(reply, Failure):
-            raise UserError(f"task.rewards: row {prompt.index + 1}: {reply.cause}: {reply.message}")
 
     def speed(self) -> Outcomes:
         """Sample for about ten seconds; the first tokens, which make caches and graphs, do not count."""

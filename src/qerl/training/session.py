@@ -137,7 +137,7 @@ class ReinforcementLearning(Training):
         self.sampler = self._make_sampler(pool, cluster, agents)
         self._teacher: Teacher | None = None
         self._rollouts = self._make_rollouts(tokenizer, rows)
-        evaluates_teacher = self._teacher is not None and not pool.has_environment
+        evaluates_teacher = self._teacher is not None and pool.environment is None
         moments = ("before", "teacher") if evaluates_teacher else ("before",)
         self.evaluations_before = moments if self._held_out_P else ()
         self._first_step, self._metrics = 0, dict[str, float]()

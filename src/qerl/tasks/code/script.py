@@ -61,7 +61,11 @@ def read_script(text: str, entry_point: str | None = None) -> Script:
     has_candidate = "candidate" in free or "candidate" in _fixture_names(tree)
     candidate = (entry_point or "") if has_candidate else None
     names, imports = _sorted_out(free - {"candidate"}, called, entry_point)
-    _refuse_missing(tree, imports)
+    used = {name for node in tree.body for name in _modules(node)}
+    used |= {path.partition(":")[0] for path in imports.values()}
+    for name in sorted(used - {"solution", "pytest"}):
+        if not _is_installed(name):
+            raise ValueError(f"the test imports {name!r}, which is not installed")
     imports_solution = any("solution" in _modules(node) for node in ast.walk(tree))
     if not names and not has_candidate and not imports_solution:
         names = _tested_builtin(free & called)
@@ -160,14 +164,6 @@ def _modules(node: ast.AST) -> list[str]:
     return []
 
 
-def _refuse_missing(tree: ast.Module, imports: dict[str, str]) -> None:
-    used = {name for node in tree.body for name in _modules(node)}
-    used |= {path.partition(":")[0] for path in imports.values()}
-    for name in sorted(used - {"solution", "pytest"}):
-        if not _is_installed(name):
-            raise ValueError(f"the test imports {name!r}, which is not installed")
-
-
 def _refuse_unsupported(tree: ast.Module) -> None:
     """Raise ValueError for what the test's process lacks, so that every program would fail."""
     has_mocks = any(name in ("unittest", "mock") for node in ast.walk(tree) for name in _modules(node))
@@ -181,7 +177,12 @@ def _refuse_unsupported(tree: ast.Module) -> None:
             raise ValueError(f"the test uses pytest.{missing[0]}; there are: {', '.join(pytest_stub.NAMES)}")
         if has_mocks and (name := _mock(node)):
             raise ValueError(f"the test uses {name}, which does not reach the program in its own process")
-    _refuse_fixtures(tree)
+    made = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and node.decorator_list}
+    if missing := _fixture_names(tree) - made - set(pytest_stub.FIXTURES):
+        raise ValueError(
+            f"the test needs the fixture {min(missing)}; besides its own there are:"
+            f" {', '.join(pytest_stub.FIXTURES)}"
+        )
 
 
 def _mock(node: ast.AST) -> str | None:
@@ -216,12 +217,3 @@ def _fixture_names(tree: ast.Module) -> set[str]:
             required = len(function.args.args) - len(function.args.defaults)
             wanted |= {argument.arg for argument in function.args.args[:required]}
     return wanted - {"self", "cls"}
-
-
-def _refuse_fixtures(tree: ast.Module) -> None:
-    made = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and node.decorator_list}
-    if missing := _fixture_names(tree) - made - set(pytest_stub.FIXTURES):
-        raise ValueError(
-            f"the test needs the fixture {min(missing)}; besides its own there are:"
-            f" {', '.join(pytest_stub.FIXTURES)}"
-        )

@@ -214,26 +214,23 @@ def _series(run: RecordedRun, run_index: int, key: str, is_same: bool) -> list[S
     breaks |= {step + 1.0: "changed" for step, _ in changes(run.facts)}
     series = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark, breaks=breaks)]
     figures = _HELD_OUT.get("accuracy" if is_same and key == "reward" else key, ())
-    return series + [
-        _held_out(run, run_index, name, *drawn) for name, drawn in zip(figures, _DRAWN, strict=False)
-    ]
+    for name, (label, mark) in zip(figures, _DRAWN, strict=False):
+        points = evaluated(run, name)
+        held_out = Series(
+            label=f"{run.name}, {label}",
+            run_index=run_index,
+            points=points,
+            mark=mark,
+            band=intervals(run, name, points),
+            is_joined=bool(run.points(f"eval_{name}")),
+        )
+        series.append(held_out)
+    return series
 
 
 _HELD_OUT = {"nll": ("nll",), "reward": ("reward", "greedy_reward"), "accuracy": ("accuracy", "greedy")}
 """The sampled and the greedy figure of an evaluation that a chart shows."""
 _DRAWN = (("held-out", "dot"), ("held-out greedy", "ring"))
-
-
-def _held_out(run: RecordedRun, run_index: int, name: str, label: str, mark: str) -> Series:
-    points = evaluated(run, name)
-    return Series(
-        label=f"{run.name}, {label}",
-        run_index=run_index,
-        points=points,
-        mark=mark,
-        band=intervals(run, name, points),
-        is_joined=bool(run.points(f"eval_{name}")),
-    )
 
 
 def intervals(run: RecordedRun, name: str, points: Points) -> list[tuple[float, float, float]]:

@@ -28,7 +28,7 @@ from qerl.engine.local_engine import LocalEngine
 from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
-from qerl.tasks.environment import Call, Close, EnvironmentReply, Key, Messages, Reset, Score, Step
+from qerl.tasks.environment import Call, EnvironmentReply, Key, Messages
 from qerl.tasks.prompt import chat_reply_tokens, join_messages, plain_reply_tokens, render_chat, special_end
 from qerl.tasks.reward import Reward, resolve
 from qerl.tasks.scoring import Failure
@@ -132,11 +132,11 @@ class MultiTurnEngine(ReplayingEngine):
         if request.step != self._step:
             self._step, self.waited_s = request.step, 0.0
         all_episodes = [episode for episodes_G in episodes_P_G for episode in episodes_G]
-        resets: list[Reset] = []
+        resets: list[Call] = []
         for prompt, episodes_G in zip(request.prompts_P, episodes_P_G, strict=True):
             row = prompt.columns | {"prompt": prompt.messages or prompt.text}
             seed = mix(request.seed, _ENVIRONMENT, request.step, prompt.index)
-            resets += [Reset(episode.key, row, seed) for episode in episodes_G]
+            resets += [Call("reset", episode.key, row, seed) for episode in episodes_G]
         try:
             for episode, reply in zip(all_episodes, self._play(resets), strict=True):
                 if isinstance(reply, Failure):
@@ -145,7 +145,7 @@ class MultiTurnEngine(ReplayingEngine):
                     episode.history.opening = reply.messages
             yield
         finally:
-            closed = self._play([Close(episode.key) for episode in all_episodes])
+            closed = self._play([Call("close", episode.key) for episode in all_episodes])
             for failure, count in Counter(reply for reply in closed if isinstance(reply, Failure)).items():
                 _logger.warning("%d environments: %s: %s", count, failure.cause, failure.message)
 
@@ -177,7 +177,7 @@ class MultiTurnEngine(ReplayingEngine):
                 episode.failure = _OTHER_REPLY
         for turn in range(max((num_turns for *_, num_turns in triples), default=0)):
             live = [(e, before) for e, before, num in triples if turn < num and e.failure is None]
-            replies = self._play([Step(e.key, before.turns[turn][0]) for e, before in live])
+            replies = self._play([Call("step", e.key, before.turns[turn][0]) for e, before in live])
             for (episode, before), reply in zip(live, replies, strict=True):
                 text, known = before.turns[turn]
                 if reply != known:
@@ -190,7 +190,7 @@ class MultiTurnEngine(ReplayingEngine):
     def _score(self, episodes: list[_Episode]) -> None:
         """Add what the environments give to whole episodes."""
         live = [episode for episode in episodes if episode.failure is None and self._pool.scores_episodes]
-        scores = self._play([Score(episode.key, episode.messages) for episode in live])
+        scores = self._play([Call("score", episode.key, episode.messages) for episode in live])
         for episode, reply in zip(live, scores, strict=True):
             if isinstance(reply, Failure):
                 episode.failure = reply
@@ -241,7 +241,7 @@ class MultiTurnEngine(ReplayingEngine):
             episode.messages.append({"role": "assistant", "content": turn.text})
             episode.num_turns += 1
         live = [episode for episode, _ in pairs if episode.failure is None]
-        steps = [Step(episode.key, episode.messages[-1]["content"]) for episode in live]
+        steps = [Call("step", episode.key, episode.messages[-1]["content"]) for episode in live]
         replies = dict(zip((episode.key for episode in live), self._play(steps), strict=True))
         return [self._continued(episode, turn, replies.get(episode.key)) for episode, turn in pairs]
 
@@ -277,7 +277,7 @@ def with_environment(
     engine: LocalEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
 ) -> LocalEngine | MultiTurnEngine:
     """Return the engine itself if none of the rewards is an environment."""
-    return MultiTurnEngine(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
+    return engine if pool.environment is None else MultiTurnEngine(engine, pool, config, max_prompt_tokens)
 
 
 class EnvironmentEpisodes:

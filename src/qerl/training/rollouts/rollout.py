@@ -212,23 +212,20 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     if not episodes:
         return {}
+    allowed = [each.allowed for episode in episodes for part in episode.parts for each in part.samples_G]
+    is_restricted = [index is not None for each in allowed if each is not None for index in each.set_C]
     return {
         "turns": fmean(episode.num_turns for episode in episodes),
         "tool_calls": sum(episode.num_tool_calls for episode in episodes),
         "tool_failures": sum(episode.num_tool_failures for episode in episodes),
         "environment_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
-        "restricted_tokens": sum(map(_num_restricted, episodes)),
+        "restricted_tokens": sum(is_restricted),
         "learned_tokens": sum(len(s.logprobs_T) for s in samples if s.reward is not None),
         "episode_parts": fmean(len(episode.parts) for episode in episodes),
         "waiting_share": fmean(episode.waiting_share for episode in episodes),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
         **returned_metrics(episodes),
     }
-
-
-def _num_restricted(episode: Episode) -> int:
-    allowed = [sample.allowed for part in episode.parts for sample in part.samples_G]
-    return sum(index is not None for each in allowed if each is not None for index in each.set_C)
 
 
 def returned_metrics(episodes: list[Episode]) -> dict[str, float]:
