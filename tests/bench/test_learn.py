@@ -12,7 +12,7 @@ from bench.shapes import TINY
 from bench.test_record import ORIGIN
 from qerl.bench import learn
 from qerl.bench.options import BenchLearnOptions
-from qerl.cost.weights import num_weights
+from qerl.cost.weights import num_active_params
 from qerl.errors import UserError
 from qerl.kernels.attention import flash_attention_4
 from qerl.models import mixture
@@ -71,7 +71,7 @@ def test_what_is_lacking_is_a_row_that_says_so(tmp_path, monkeypatch):
 def test_utilisation_counts_a_forward_pass_that_is_repeated():
     """7.07e9 weights: 4 x 7.07e9 x 14,000 / 790e12 = 0.501."""
     a = SHAPES["qwen2.5-7b"]
-    assert num_weights(a) == 28 * 233_046_016 + 152_064 * 3584
+    assert num_active_params(a) == 28 * 233_046_016 + 152_064 * 3584
     plain = learn.make_row(case(), a, {"tok_per_s": 14_000.0}, ORIGIN)
     again = learn.make_row(case(recompute="layer"), a, {"tok_per_s": 14_000.0}, ORIGIN)
     assert plain["mfu"] == pytest.approx(0.501, abs=1e-3) and again["mfu"] == pytest.approx(0.752, abs=1e-3)

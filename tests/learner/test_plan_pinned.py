@@ -11,7 +11,7 @@ from qerl.bench.roofline import LIMITS, step_floor_ms
 from qerl.config import DeepConfig, EngineConfig, RunConfig
 from qerl.cost.cache import page_bytes, slot_bytes
 from qerl.cost.operands import operand_cache_bytes
-from qerl.cost.weights import num_weights
+from qerl.cost.weights import num_active_params
 from qerl.engine.cache.budget import working_bytes
 from qerl.learner.plan import memory as op
 from qerl.learner.plan.memory import with_microbatches
@@ -121,7 +121,7 @@ def counted(name):
     ]
     pages = [page_bytes(a, 16, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     prefill = working_bytes(EngineConfig(), types.SimpleNamespace(architecture=a))
-    return [*floors, num_weights(a), *pages, slot_bytes(a, torch.bfloat16), prefill]
+    return [*floors, num_active_params(a), *pages, slot_bytes(a, torch.bfloat16), prefill]
 
 
 PLANNED = {

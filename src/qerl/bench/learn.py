@@ -30,7 +30,7 @@ from qerl.bench.record import Origin, RowWriter, row_writer
 from qerl.bench.roofline import LIMITS
 from qerl.bench.schedule import Lengths
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
-from qerl.cost.weights import PASSES, num_weights
+from qerl.cost.weights import PASSES, num_active_params
 from qerl.errors import UserError
 from qerl.kernels.attention.flash_attention_4 import version_used
 from qerl.learner import Learner
@@ -202,7 +202,7 @@ def make_row(
 ) -> dict[str, Any]:
     limit, mfu = LIMITS.get(origin.gpu), None
     if limit is not None and "tok_per_s" in figures:
-        flop = 2 * PASSES[case.recompute] * num_weights(architecture)
+        flop = 2 * PASSES[case.recompute] * num_active_params(architecture)
         mfu = round(flop * figures["tok_per_s"] / limit.flop_per_s, 4)
     return {"bench": "learn"} | dataclasses.asdict(case) | figures | {"mfu": mfu}
 

@@ -20,7 +20,7 @@ import torch
 from qerl import formats
 from qerl.bench.case import FORMATS, DecodeCase, SamplingCase
 from qerl.cost.cache import slot_bytes, token_bytes
-from qerl.cost.weights import counted_groups, expert_weights, experts_read, linear_weights, num_weights
+from qerl.cost.weights import counted_groups, expert_weights, experts_read, linear_weights, num_active_params
 from qerl.models.architecture import Architecture
 
 ADAPTER_BYTES = 2
@@ -60,7 +60,7 @@ def rows_floor_ms(
     num_bytes = quantized * formats.FORMATS[format].bytes_per_weight + (plain + adapter) * ADAPTER_BYTES
     num_bytes += a.vocab_size * a.width * formats.FORMATS[case.head].bytes_per_weight
     num_bytes += 2 * num_rows * slot_bytes(a, torch.bfloat16)  # states, read and written
-    num_flop = 2 * num_rows * (num_weights(a) + adapter)
+    num_flop = 2 * num_rows * (num_active_params(a) + adapter)
     return limit.least_ms(num_bytes + cached_tokens * token_bytes(a, case.kv), num_flop)
 
 

@@ -1,4 +1,4 @@
-"""The bytes of a model's weights and adapters, and the weights that a token is multiplied by.
+"""The bytes of a model's weights and adapters, and the parameters that are active for a token.
 
     weights      bytes_per_weight of the format, or 0.5625 in the decode kernels' tiles; 4 for each output;
                  BF16 for linears that are not quantized; of experts two factors for each output in tiles of
@@ -49,14 +49,14 @@ def expert_weights(a: Architecture) -> int:
     return sum(count * x.num_weights // x.num_experts for x, count in counted_stacks(a))
 
 
-def num_active_weights(a: Architecture) -> int:
-    """Return the number of expert weights that one token is multiplied by."""
+def num_active_expert_params(a: Architecture) -> int:
+    """Return the number of parameters of experts that are active for one token."""
     return 0 if a.mixture is None else a.mixture.num_chosen * expert_weights(a)
 
 
-def num_weights(a: Architecture) -> int:
-    """Return the number of weights that one token is multiplied by, those of the head included."""
-    return sum(linear_weights(a)) + num_active_weights(a) + a.vocab_size * a.width
+def num_active_params(a: Architecture) -> int:
+    """Return the number of parameters that are active for one token, those of the head included."""
+    return sum(linear_weights(a)) + num_active_expert_params(a) + a.vocab_size * a.width
 
 
 def experts_read(a: Architecture, num_rows: int) -> float:

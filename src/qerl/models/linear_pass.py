@@ -1,4 +1,4 @@
-"""The state of linears in one pass: what a pass decides and no weight keeps."""
+"""Options of one forward and backward pass that linears read: cached operands, dropout, precision."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class OperandCache:
-    """Unpacked operands: held for every product from the first on, or for one product after the first."""
+    """Unpacked operands. is_held: kept until `clear`; else until they are read once more."""
 
     def __init__(self, *, is_held: bool):
         self.is_held = is_held
@@ -36,7 +36,7 @@ class LinearPass:
     dropout: Mapping[nn.Module, tuple[float, int]] = dataclasses.field(default_factory=dict)
     """(rate, seed) of the dropout on the input of a linear's adapter."""
     backward: Literal["bf16", "int8"] = "bf16"
-    """Numbers of the products of its backward pass, where linears have kernels for them (learn.backward)."""
+    """Precision of the products of the backward pass, where linears have kernels for it (learn.backward)."""
     is_repeated: bool = False
     """True if a layer runs again for its gradients alone."""
     needs_output: bool = True

@@ -229,7 +229,11 @@ def random_decoder(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # blocks that held only what was packed, before adapters split them
     for _, experts in decoder.expert_linears() if expert_rank else ():
-        _add_expert_adapter(experts, expert_rank, rng)
+        x = experts.spec
+        bound, shape = 1 / math.sqrt(x.in_width), (x.num_experts, expert_rank, x.in_width)
+        a_ERK = torch.empty(shape, device=rng.device).uniform_(-bound, bound, generator=rng)
+        b_ENR = torch.empty(x.num_experts, x.out_width, expert_rank, device=rng.device)
+        experts.add_adapter(a_ERK, b_ENR.normal_(0, _STD, generator=rng), _LORA_ALPHA / expert_rank)
     return decoder
 
 
@@ -316,15 +320,6 @@ def _fill_experts(experts: ExpertLinear, format: str, rows: ExpertRows | None, r
     experts.load_weight(stacked(x.num_experts, lambda _: make(x.out_width, x.in_width, rng), rows))
     if experts.bias is not None:
         experts.bias.normal_(0, _STD, generator=rng)
-
-
-def _add_expert_adapter(experts: ExpertLinear, rank: int, rng: torch.Generator) -> None:
-    """Add an adapter to each expert of the stack."""
-    x = experts.spec
-    bound, shape = 1 / math.sqrt(x.in_width), (x.num_experts, rank, x.in_width)
-    a_ERK = torch.empty(shape, device=rng.device).uniform_(-bound, bound, generator=rng)
-    b_ENR = torch.empty(x.num_experts, x.out_width, rank, device=rng.device)
-    experts.add_adapter(a_ERK, b_ENR.normal_(0, _STD, generator=rng), _LORA_ALPHA / rank)
 
 
 def _normal(shape: tuple[int, int], std: float, dtype: torch.dtype, rng: torch.Generator) -> Tensor:

@@ -24,20 +24,16 @@ def make_sampler_copy(decoder: Decoder, format: str) -> Decoder:
 
 def _copy_module(module: nn.Module, format: str) -> nn.Module:
     if isinstance(module, QuantLinear):
-        return _quantized_copy(module, format)
+        assert module.weight is not None and module.full is None
+        linear, is_resident = copy.copy(module), module.is_resident
+        linear.load_weight(FORMATS[format].encode(module.weight.decode()))
+        if is_resident:
+            linear.make_resident()
+        return linear
     if not any(isinstance(m, QuantLinear) for m in module.modules()):
         return module
     duplicate = copy.copy(module)
     duplicate._modules = {
         name: None if m is None else _copy_module(m, format) for name, m in module._modules.items()
     }
-    return duplicate
-
-
-def _quantized_copy(linear: QuantLinear, format: str) -> QuantLinear:
-    assert linear.weight is not None and linear.full is None
-    duplicate, is_resident = copy.copy(linear), linear.is_resident
-    duplicate.load_weight(FORMATS[format].encode(linear.weight.decode()))
-    if is_resident:
-        duplicate.make_resident()
     return duplicate

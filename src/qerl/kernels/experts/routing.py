@@ -109,17 +109,14 @@ class _Combine(torch.autograd.Function):
         dy_SD, dweights_TK = torch.empty_like(y_SD), torch.empty_like(weights_TK)
         donto_TD = d_TD if ctx.needs_input_grad[3] else None
         if row_kernel.are_vectors(y_SD) and len(y_SD):
-            parameters = y_SD, weights_TK, inverse_S, d_TD, dy_SD, dweights_TK, *_sizes(y_SD, weights_TK)
+            sizes = weights_TK.shape[1], y_SD.shape[1]
+            parameters = y_SD, weights_TK, inverse_S, d_TD, dy_SD, dweights_TK, *sizes
             kernel = row_kernel.kernel("routing.cu", "gather_backward", y_SD.device)
             kernel.launch(grid=len(y_SD), block_threads=256, parameters=parameters)
             return dy_SD, dweights_TK, None, donto_TD, None
         y_TKD = y_SD[inverse_S].view(*weights_TK.shape, -1)
         dy_SD[inverse_S] = (d_TD[:, None] * weights_TK[..., None]).to(dy_SD.dtype).flatten(0, 1)
         return dy_SD, (y_TKD.float() * d_TD[:, None]).sum(2), None, donto_TD, None
-
-
-def _sizes(y_SD: Tensor, weights_TK: Tensor) -> tuple[int, int]:
-    return weights_TK.shape[1], y_SD.shape[1]
 
 
 def _sums(

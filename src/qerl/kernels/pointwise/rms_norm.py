@@ -6,6 +6,9 @@
 The noise is None, a vector for all rows, or a table [S, D], where row t of x uses row rows_T[t]. fp32
 inside; y is rounded once, to the given dtype; dx has x's dtype. The residual stream is normed from fp32 to
 the compute dtype, heads from the compute dtype to itself. Weight and noise are fp32 and frozen.
+
+Decode steps on a GPU norm in lora_shrink.cu and lora_shrink_portable.cu, heads in head_norm.cu and
+decode_attention_*.cuh, DeltaNet in delta_net_step.cu: a change of the formula concerns them all.
 """
 
 import struct

@@ -31,9 +31,9 @@ from qerl.cost.form import ModelForm
 from qerl.cost.operands import adapter_column_bytes, int8_bytes, operand_cache_bytes, unpacked_bytes
 from qerl.cost.weights import (
     embedding_bytes,
+    num_active_params,
     num_expert_adapter_weights,
     num_trained_weights,
-    num_weights,
     optimizer_bytes,
     weight_bytes,
 )
@@ -236,7 +236,7 @@ def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gp
     16,384, layers recomputed at 15,710 and 16,170; from samples of one length at 20,670 and 20,970."""
     if config.learn.max_tokens_per_microbatch is not None:
         return config
-    tokens, weights = config.learn.microbatch_tokens, num_weights(a)
+    tokens, weights = config.learn.microbatch_tokens, num_active_params(a)
     while tokens < MAX_TOKENS:
         is_enough = tokens * weights >= _ENOUGH_WORK
         larger = with_fields(config, "learn", max_tokens_per_microbatch=2 * tokens)

@@ -29,9 +29,9 @@ from qerl.cost.weights import (
     counted_stacks,
     experts_read,
     linear_weights,
-    num_active_weights,
+    num_active_expert_params,
+    num_active_params,
     num_trained_weights,
-    num_weights,
     stack_bytes,
     weight_bytes,
 )
@@ -185,7 +185,7 @@ def estimate_speed(
         require(gpu.is_hopper, "learn.backward int8 needs a Hopper GPU (H100, H200): set it to bf16")
         mfu *= _INT8_GAIN[mode]
     rows = microbatch_rows(config, prompt_tokens)
-    token_s = 2 * PASSES[mode] * num_weights(a) / (_MATRIX_SHARE * gpu.flop_per_s * mfu)
+    token_s = 2 * PASSES[mode] * num_active_params(a) / (_MATRIX_SHARE * gpu.flop_per_s * mfu)
     experts = 0 if config.model.format == "bf16" else sum(n * x.num_weights for x, n in counted_stacks(a))
     unpack_s = experts * _EXPERT_UNPACK_BYTES / (_BANDWIDTH_SHARE * gpu.bytes_per_s)
     batch_s = PASSES[mode] * (unpack_s + len(a.layers_with_experts) * _MIXTURE_PASS_S)
@@ -216,8 +216,8 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
     num_bytes = weights + 2 * a.vocab_size * a.width + adapter + cache
     rates = _DECODE[kernels]
     mfu = _DECODE["hopper"].mfu if format == "bf16" and kernels == "portable" else rates.mfu  # of cuBLAS
-    active = num_active_weights(a)
-    operations = 2 * running * ((num_weights(a) - active) / mfu + active / _EXPERT_MFU)
+    active = num_active_expert_params(a)
+    operations = 2 * running * ((num_active_params(a) - active) / mfu + active / _EXPERT_MFU)
     launches = a.num_layers * rates.layer_s + len(a.layers_with_experts) * _MIXTURE_LAYER_S
     launches += (kernels == "torch") * _EXPERT_S * read * len(a.layers_with_experts)
     return num_bytes / bandwidth + operations / matrix + launches

@@ -126,7 +126,9 @@ def awq(
                 s_K = _exact_in_bf16(read_float(checkpoint, f"{before}.weight").float(), s_K)
             for linear in group:
                 factors[f"{linear}.weight"] = (factors.get(f"{linear}.weight", (None, None))[0], s_K)
-            shared = _per_kv_head(s_K, architecture) if is_o else s_K
+            shared = s_K
+            if is_o:
+                shared = s_K.view(architecture.num_kv_heads, -1, architecture.head_size)[:, 0].reshape(-1)
             for name in (f"{before}.weight", f"{before}.bias"):
                 factors[name] = (1 / shared, factors.get(name, (None, None))[1])
     return ScaledCheckpoint(checkpoint, factors)
@@ -162,10 +164,6 @@ def _mean_over_shared_heads(mean_NH: Tensor, a: Architecture) -> Tensor:
     """Average over the query heads that share a v head."""
     by_head = mean_NH.view(a.num_kv_heads, -1, a.head_size)
     return by_head.mean(1, keepdim=True).expand_as(by_head).reshape(-1)
-
-
-def _per_kv_head(s_NH: Tensor, a: Architecture) -> Tensor:
-    return s_NH.view(a.num_kv_heads, -1, a.head_size)[:, 0].reshape(-1)
 
 
 class ScaledCheckpoint:
