@@ -127,12 +127,12 @@ def test_a_row_saves_what_its_experts_save():
 
 
 def test_only_active_experts_are_multiplied_and_only_touched_ones_are_read():
-    assert weights.num_active_weights(MIXED) == 3 * 2 * (128 * 128 + 128 * 64)
+    assert weights.num_active_expert_params(MIXED) == 3 * 2 * (128 * 128 + 128 * 64)
     assert weights.experts_read(MIXED, 1) == pytest.approx(8 * 2 / 8)
     assert weights.experts_read(MIXED, 3) == pytest.approx(8 * (1 - 0.75**3))
     assert weights.experts_read(MIXED, 2) == pytest.approx(8 * (1 - 0.75**2))
     large = SHAPES["gpt-oss-120b"]
-    active = weights.num_active_weights(large) + 36 * (4096 + 2 * 512) * 2880 + 36 * 4096 * 2880
+    active = weights.num_active_expert_params(large) + 36 * (4096 + 2 * 512) * 2880 + 36 * 4096 * 2880
     assert active + 36 * 128 * 2880 + 201_088 * 2880 == pytest.approx(5.1e9, rel=0.02)  # of 117 billion
 
 

@@ -58,17 +58,17 @@ def change_adapter(decoder, seed):
 
 def test_replies_do_not_change_when_the_adapter_or_the_noise_does(model):
     decoder, judge = model.engine._decoder, judge_of(model)
-    first, own = judge(ASKED), sampled(model.engine, model.tokenizer)
+    first, own = judge(ASKED), sampled(model.engine, model.engine.tokenizer)
     change_adapter(decoder, 1)
     model.engine.publish(1)
     with noised(decoder.noise_table, sigma=0.5, unit="absolute", seed=3, step=0):
         noises = [norm.noise.clone() for norm in decoder.noise_table.norms]
-        assert judge(ASKED) == first and sampled(model.engine, model.tokenizer) != own
+        assert judge(ASKED) == first and sampled(model.engine, model.engine.tokenizer) != own
         assert all(map(torch.equal, noises, [norm.noise for norm in decoder.noise_table.norms]))
         assert any(noise.any() for noise in noises)
     assert judge_of(model)(ASKED) == first  # made with another adapter
     with adapter_off(decoder):
-        assert sampled(model.engine, model.tokenizer) == own  # B was zero
+        assert sampled(model.engine, model.engine.tokenizer) == own  # B was zero
 
 
 def test_a_rubric_that_does_not_fit_costs_its_sample(model):
