@@ -11,7 +11,7 @@ from kernels.attention.test_flash_attention import (  # noqa: F401
 )
 from kernels.cuda_on_cpu import has_compiler, on_cpu
 from qerl.kernels.attention import runs as op
-from qerl.kernels.attention.attention import packed_attention
+from qerl.kernels.attention.attention import PackedLayout, packed_attention
 from qerl.kernels.attention.tree_attention import TreeLayout, flash_over_runs, reference, tree_attention
 from qerl.kernels.runtime import row_kernel
 
@@ -140,9 +140,10 @@ def test_on_a_gpu_split_runs_lose_no_more_than_plain_operations(shapes, device, 
     layout, whole = TreeLayout.of(trees, device), TreeLayout.of(trees, device)
     assert len(layout.split_runs(28).key_rows_R) > len(layout.runs.key_rows_R)
     whole._split_runs[28] = whole.runs
+    packed = PackedLayout.of(trees, device)
 
     def plain(q, k, v):
-        return packed_attention(q, k, v, layout.packed)
+        return packed_attention(q, k, v, packed)
 
     truth = value_and_gradients(plain, [x.float() for x in operands], do)
     eager = value_and_gradients(plain, operands, do)
