@@ -17,13 +17,13 @@ import tyro
 from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError, did_you_mean
 from studies.catalog import STUDIES
-from studies.findings import write_findings
+from studies.findings import with_results, write_findings
 from studies.run import rewrite_pages, run_study
 from studies.small_mixture import MixtureOptions, train_mixture
 from studies.study import select
 
 USAGE = f"""\
-usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--tasks T] [--out DIR]
+usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--tasks T] [--files DIR] [--out DIR]
        python -m studies pages [NAME ...]
        python -m studies mixture [--num-steps N] [--seed N] [--out DIR]
 
@@ -55,6 +55,9 @@ class RunOptions:
     tasks: tuple[str, ...] = ()
     """Run only these tasks. Default: all."""
 
+    files: Path | None = None
+    """Folder with copies of the model and the data set of a study of real models. Default: the hub."""
+
     def __post_init__(self):
         check_positive(self, "seeds", "workers")
 
@@ -68,7 +71,7 @@ def main(arguments: list[str]) -> None:
         _run(rest)
     elif command == "pages":
         folder = Path("studies")
-        for name in rest or STUDIES:
+        for name in rest or with_results(folder):
             print(rewrite_pages(STUDIES[_known(name)](), folder / name))
         print(write_findings(folder))
     elif command == "mixture":
@@ -85,7 +88,9 @@ def _run(arguments: list[str]) -> None:
         raise UserError(f"run needs the name of a study, one of {', '.join(STUDIES)}")
     name = _known(arguments[0])
     options = tyro.cli(RunOptions, args=arguments[1:], prog=f"python -m studies run {name}")
-    study = select(STUDIES[name](), seeds=options.seeds, arms=options.arms, tasks=options.tasks)
+    study = select(
+        STUDIES[name](), seeds=options.seeds, arms=options.arms, tasks=options.tasks, files=options.files
+    )
     print(run_study(study, options.out / name, workers=options.workers))
 
 

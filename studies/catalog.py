@@ -5,6 +5,8 @@ growth    does reward grow faster with quantization and AQN?
 noise     noise schedule, size, place (sampler or both) and importance correction
 rank      LoRA rank and learning rate, BF16 against NVFP4
 methods   losses, corrections and advantages at one budget (catalog_methods.py)
+
+Those of real models on a GPU are in catalog_real.py.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ from typing import Any
 
 from qerl.config import EvalConfig
 from studies.catalog_methods import methods
+from studies.catalog_real import REAL_STUDIES
 from studies.common import (
     AQN,
     BASE,
@@ -311,4 +314,5 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "noise": noise,
     "rank": rank,
     "methods": methods,
+    **REAL_STUDIES,
 }

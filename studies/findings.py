@@ -25,11 +25,16 @@ _DECIDED = {
 }
 
 
+def with_results(folder: Path) -> list[str]:
+    """Return the names of the studies that have lines in the folder."""
+    return [name for name in STUDIES if (folder / name / "results.jsonl").exists()]
+
+
 def results_in(folder: Path) -> list[Result]:
-    """Judge every study by its lines in FOLDER/NAME/results.jsonl."""
+    """Judge every study that was run by its lines in FOLDER/NAME/results.jsonl."""
     results = []
-    for name, make in STUDIES.items():
-        study = make()
+    for name in with_results(folder):
+        study = STUDIES[name]()
         text = (folder / name / "results.jsonl").read_text()
         results.append((study, judge(study, [json.loads(line) for line in text.splitlines()])))
     return results

@@ -87,12 +87,15 @@ def best_rates(study: Study, trials: list[Job], choice: Results) -> dict[tuple[s
     Arms with missing trials are left out."""
     rates_by_arm: dict[tuple[str, str], float | None] = {}
     for task in study.tasks:
-        for arm in study.arms:
+        for arm in (arm for arm in study.arms if not arm.rate_of):
             of_arm = [job for job in trials if (job.task, job.arm) == (task.name, arm.name)]
             lines = choice.lines_of(of_arm)
             if len(lines) == len(of_arm):
                 rates = study.rates_of(arm)
                 rates_by_arm[task.name, arm.name] = _best(study, lines) if of_arm else next(iter(rates), None)
+        for arm in study.arms:
+            if arm.rate_of and (task.name, arm.rate_of) in rates_by_arm:
+                rates_by_arm[task.name, arm.name] = rates_by_arm[task.name, arm.rate_of]
     return rates_by_arm
 
 

@@ -34,6 +34,8 @@ class Arm:
     """The treatment of the checkpoint's weights: a name in `untrained.WEIGHTS`; training takes plain."""
     rates: tuple[float, ...] | None = None
     """Learning rates to choose from; None: the study's."""
+    rate_of: str | None = None
+    """Arm whose chosen rate this one takes; it then tries none of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +95,8 @@ class Job:
     config: RunConfig
     weights: str
     folder: Path
+    files: Path | None = None
+    """Folder to read the model and the data set from, which the config names as the hub does."""
 
     @property
     def rate(self) -> float:
@@ -141,6 +145,8 @@ class Study:
     run_arms: tuple[str, ...] = ()
     """Arms to run now, empty for all. The page shows everything that has been run."""
     run_tasks: tuple[str, ...] = ()
+    files: Path | None = None
+    """Folder of local copies of the model and the data set; None: from the hub."""
 
     def __post_init__(self):
         names = [arm.name for arm in self.arms]
@@ -170,7 +176,7 @@ class Study:
         return arm in (self.run_arms or [arm]) and task in (self.run_tasks or [task])
 
     def rates_of(self, arm: Arm) -> tuple[float, ...]:
-        return self.rates if arm.rates is None else arm.rates
+        return () if arm.rate_of else self.rates if arm.rates is None else arm.rates
 
     def job(self, task: StudyTask, arm: Arm, seed: int, rate: float | None, folder: Path) -> Job:
         """Return one run; rate None is the config's own."""
@@ -186,11 +192,20 @@ class Study:
             config=with_fields(config, {"seed": seed, "out": str(place)}),
             weights=arm.weights,
             folder=place,
+            files=self.files,
         )
 
 
-def select(study: Study, *, seeds: int | None, arms: tuple[str, ...], tasks: tuple[str, ...]) -> Study:
-    """Return the study restricted to these arms and tasks (empty: all) and to seeds 0 to `seeds` - 1."""
+def select(
+    study: Study,
+    *,
+    seeds: int | None,
+    arms: tuple[str, ...],
+    tasks: tuple[str, ...],
+    files: Path | None = None,
+) -> Study:
+    """Return the study restricted to these arms and tasks (empty: all) and to seeds 0 to `seeds` - 1; `files`
+    has the model and the data set."""
     known_tasks, known_arms = [task.name for task in study.tasks], [arm.name for arm in study.arms]
     for kind, known, names in (("task", known_tasks, tasks), ("arm", known_arms, arms)):
         for name in names:
@@ -201,6 +216,7 @@ def select(study: Study, *, seeds: int | None, arms: tuple[str, ...], tasks: tup
         seeds=study.seeds if seeds is None else tuple(range(seeds)),
         run_arms=(study.baseline, *arms) if arms else (),
         run_tasks=tasks,
+        files=files,
     )
 
 

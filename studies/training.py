@@ -10,6 +10,7 @@ import json
 from statistics import fmean
 from typing import Any
 
+from qerl.config import RunConfig
 from qerl.training.session import train
 from studies.study import Job
 
@@ -25,13 +26,14 @@ _LOGGED = (
 )
 
 
-def train_job(job: Job) -> dict[str, Any]:
-    """Run the job, or resume it, and return its line's `final` and `curve`."""
+def train_job(job: Job, config: RunConfig | None = None, logged: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Run the job, or resume it, and return its line's `final` and `curve`. config: the job's with other
+    paths of its files; logged: metrics of the curve beside the usual ones."""
     assert job.weights == "plain", job
-    result = train(job.config)
+    result = train(config or job.config)
     text = (job.folder / "metrics.jsonl").read_text()
     records = [json.loads(line) for line in text.splitlines()]
-    curve = curve_of(records)
+    curve = curve_of(records, _LOGGED + logged)
     accuracies = {
         key: value
         for key, value in result.items()
@@ -40,12 +42,12 @@ def train_job(job: Job) -> dict[str, Any]:
     return {"final": {**accuracies, **summary(curve), "train_s": result["train_s"]}, "curve": curve}
 
 
-def curve_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def curve_of(records: list[dict[str, Any]], logged: tuple[str, ...] = _LOGGED) -> list[dict[str, Any]]:
     elapsed = itertools.accumulate(record["step_s"] for record in records)
     return [
         {
             "step": record["step"],
-            **{key: float(f"{record[key]:.6g}") for key in _LOGGED if record.get(key) is not None},
+            **{key: float(f"{record[key]:.6g}") for key in logged if record.get(key) is not None},
             "elapsed_s": round(seconds, 3),
         }
         for record, seconds in zip(records, elapsed, strict=True)

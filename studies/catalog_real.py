@@ -1,0 +1,202 @@
+"""The claims of QeRL on a real model: Qwen2.5-Coder-Instruct on GSM8K, on a GPU.
+
+gsm8k            1.5B: BF16, NF4, MXFP4 and NVFP4, with AQN, calibrated, and full fine-tuning
+gsm8k_small      0.5B: the four main arms
+gsm8k_untrained  both: what each format costs before training
+"""
+
+from collections.abc import Callable
+
+from qerl.config import (
+    EngineConfig,
+    EvalConfig,
+    LearnConfig,
+    ModelConfig,
+    RunConfig,
+    SampleConfig,
+    TaskConfig,
+)
+from studies.common import claim
+from studies.real_models import measure_before_training, train_and_test
+from studies.study import Arm, Curve, Fields, Metric, Study, StudyTask, with_fields
+
+_REQUEST = "{question}\nThink step by step, then give the final number after ####."
+_SMALL, _LARGE = (f"Qwen/Qwen2.5-Coder-{size}-Instruct" for size in ("0.5B", "1.5B"))
+BASE = RunConfig(
+    num_steps=40,
+    num_prompts=64,
+    num_generations=8,
+    model=ModelConfig(path=_LARGE, format="nvfp4"),
+    task=TaskConfig(
+        name="gsm8k", held_out_split="test", num_held_out=256, template=_REQUEST, rewards=("numeric",)
+    ),
+    sample=SampleConfig(max_tokens=512, temperature=1.0),
+    engine=EngineConfig(max_num_seqs=256, kv_cache_gb=12.0),
+    evaluate=EvalConfig(num_prompts=256, every=10),
+    learn=LearnConfig(
+        learning_rate=5e-5, warmup_ratio=0.05, lr_scheduler_type="constant", max_tokens_per_microbatch=16_384
+    ),
+)
+"""64 problems x 8 samples a step, one update, LoRA of rank 32; 256 test problems every 10 steps."""
+PAPER_NOISE: Fields = {
+    "noise.schedule": "exponential",
+    "noise.sigma_start": 1e-2,
+    "noise.sigma_end": 5e-4,
+    "noise.unit": "absolute",
+    "noise.num_stages": 10,
+}
+_PLAIN: Fields = {"noise.schedule": "none"}
+_RATES, _FULL_RATES = (2e-5, 5e-5, 1e-4), (1e-6, 3e-6, 1e-5)
+
+_METRICS = (
+    Metric(key="greedy", title="Greedy", about="1,319 test problems, last number of the answer, after"),
+    Metric(key="sampled", title="Sampled", about="the same at temperature 1"),
+    Metric(key="strict_greedy", title="Greedy, strict", about="the number behind ####"),
+    Metric(key="strict_sampled", title="Sampled, strict"),
+    Metric(key="pass@8", title="pass@8", about="256 problems"),
+    Metric(key="maj@8", title="maj@8", about="256 problems"),
+    Metric(key="reward_mean", title="Mean reward", about="over all steps: how early it grew"),
+    Metric(key="reward_last", title="Last reward", about="last tenth of the steps"),
+    Metric(key="reward_first", title="First reward", about="step 0, before any update"),
+    Metric(key="entropy_first", title="First entropy", about="step 0, nats a token"),
+    Metric(key="entropy_last", title="Last entropy", about="last step, nats a token"),
+    Metric(key="tokens_sampled", title="Length", about="tokens of a sampled answer, at most 512"),
+    Metric(key="train_s", title="Seconds", about="of all steps, evaluations included"),
+    Metric(key="peak_gb", title="Memory", about="largest of a step, 1e9 bytes"),
+)
+_UNTRAINED = tuple(
+    metric for metric in _METRICS if not metric.key.startswith(("reward", "entropy", "train", "peak"))
+)
+_CURVES = (
+    Curve(x="step", y="reward", title="Reward", about="by step"),
+    Curve(x="step", y="eval_accuracy", title="Test accuracy", about="256 problems, temperature 1"),
+    Curve(x="step", y="entropy", title="Entropy", about="by step, nats a token"),
+    Curve(x="elapsed_s", y="eval_accuracy", title="Test accuracy by time", about="seconds in steps"),
+)
+_REMARKS = (
+    "The checkpoints are GGUF files in Q4_K_M; their weights, decoded, are the BF16 models here.",
+    "Seeds order the problems and set the adapter's initial values and the samples' random numbers; there is"
+    " one model.",
+    "The rate of BF16, NVFP4 and full fine-tuning is chosen of three; the other arms take that of their base"
+    " without noise.",
+)
+
+
+def _arm(name: str, about: str, rate_of: str | None = None, **fields: object) -> Arm:
+    dotted = {key.replace("__", "."): value for key, value in fields.items()}
+    return Arm(name=name, about=about, rate_of=rate_of, fields={**_PLAIN, **dotted})
+
+
+def _noisy(arm: Arm, about: str) -> Arm:
+    return Arm(
+        name=f"{arm.name}+aqn",
+        about=about,
+        rate_of=arm.rate_of or arm.name,
+        fields={**arm.fields, **PAPER_NOISE},
+    )
+
+
+_BF16 = _arm("bf16", "BF16 LoRA", model__format="bf16")
+_NVFP4 = _arm("nvfp4", "NVFP4, rounded", model__format="nvfp4")
+_GPTQ = _arm("nvfp4-gptq", "NVFP4, calibrated", "nvfp4", model__format="nvfp4", model__calibrate="gptq")
+_MAIN = (_BF16, _NVFP4, _noisy(_NVFP4, "NVFP4 + AQN: QeRL"), _noisy(_BF16, "BF16 LoRA + AQN"))
+_FULL = Arm(
+    name="full",
+    about="full fine-tuning in BF16",
+    fields={**_PLAIN, "model.format": "bf16", "adapter.kind": "full"},
+    rates=_FULL_RATES,
+)
+
+
+def gsm8k() -> Study:
+    arms = (
+        *_MAIN,
+        _arm("nf4", "NF4: QLoRA", "nvfp4", model__format="nf4"),
+        _arm("mxfp4", "MXFP4, rounded", "nvfp4", model__format="mxfp4"),
+        _GPTQ,
+        _noisy(_GPTQ, "NVFP4, calibrated, + AQN"),
+        _FULL,
+    )
+    claims = (
+        claim("NF4 (QLoRA) ends [below|above] NVFP4 + AQN", "nf4", "nvfp4+aqn", "greedy", -1),
+        claim("NVFP4 + AQN ends [above|below] full fine-tuning", "nvfp4+aqn", "full", "greedy"),
+        claim("Calibrated NVFP4 ends [above|below] NVFP4", "nvfp4-gptq", "nvfp4", "greedy"),
+        claim("Calibrated NVFP4 ends [below|above] BF16 LoRA", "nvfp4-gptq", "bf16", "greedy", -1),
+    )
+    return _study("gsm8k", "1.5B", _LARGE, arms, claims)
+
+
+def gsm8k_small() -> Study:
+    return _study("gsm8k_small", "0.5B", _SMALL, _MAIN, ())
+
+
+def _study(name: str, size: str, model: str, arms: tuple[Arm, ...], claims: tuple) -> Study:
+    return Study(
+        name=name,
+        question=f"Do the claims of QeRL hold for Qwen2.5-Coder-{size}-Instruct on GSM8K?",
+        base=with_fields(BASE, {"model.path": model}),
+        tasks=(StudyTask(name=f"gsm8k-{size.lower()}", fields={}),),
+        arms=arms,
+        baseline="bf16",
+        measure=train_and_test,
+        metrics=_METRICS,
+        curves=_CURVES,
+        rates=_RATES,
+        choice_seeds=(1000,),
+        choice_metric="greedy",
+        claims=(
+            claim(
+                "NVFP4 has a [higher|lower] entropy than BF16",
+                "nvfp4",
+                "bf16",
+                "entropy_first",
+                is_headline=True,
+            ),
+            claim("NVFP4's reward grows [faster|more slowly] than BF16's", "nvfp4", "bf16", "reward_mean"),
+            claim(
+                "NVFP4 + AQN's reward grows [faster|more slowly] than BF16's",
+                "nvfp4+aqn",
+                "bf16",
+                "reward_mean",
+            ),
+            claim(
+                "NVFP4 + AQN ends [above|below] BF16 LoRA", "nvfp4+aqn", "bf16", "greedy", is_headline=True
+            ),
+            claim("AQN [raises|lowers] what NVFP4 ends at", "nvfp4+aqn", "nvfp4", "greedy", is_headline=True),
+            claim("AQN [raises|lowers] what BF16 LoRA ends at", "bf16+aqn", "bf16", "greedy"),
+            *claims,
+        ),
+        remarks=_REMARKS,
+    )
+
+
+def gsm8k_untrained() -> Study:
+    sizes = {"0.5b": _SMALL, "1.5b": _LARGE}
+    plain = [_arm(name, f"{name.upper()}, rounded", model__format=name) for name in ("nf4", "mxfp4")]
+    arms = tuple(Arm(name=arm.name, about=arm.about, fields=arm.fields) for arm in (_BF16, _NVFP4, *plain))
+    return Study(
+        name="gsm8k_untrained",
+        question="What does rounding to four bits cost on GSM8K before training?",
+        base=BASE,
+        tasks=tuple(
+            StudyTask(name=f"gsm8k-{size}", fields={"model.path": path}) for size, path in sizes.items()
+        ),
+        arms=arms,
+        baseline="bf16",
+        measure=measure_before_training,
+        metrics=_UNTRAINED,
+        curves=(),
+        claims=tuple(
+            claim(f"{arm.name.upper()} [lowers|raises] the sampled accuracy", arm.name, "bf16", "sampled", -1)
+            for arm in arms[1:]
+        ),
+        remarks=_REMARKS[:1],
+        has_constant_weights=True,
+    )
+
+
+REAL_STUDIES: dict[str, Callable[[], Study]] = {
+    "gsm8k": gsm8k,
+    "gsm8k_small": gsm8k_small,
+    "gsm8k_untrained": gsm8k_untrained,
+}

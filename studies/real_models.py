@@ -1,0 +1,128 @@
+"""Measure a real model on GSM8K: train it, or take it as it is, then answer all test problems.
+
+    greedy, sampled                1,319 problems, an answer each, greedy and at the run's temperature;
+                                   its last number counts
+    strict_greedy, strict_sampled  the same answers; only the number behind the last #### counts
+    pass@8, maj@8                  8 answers to each of the first 256 problems, at the run's temperature
+
+The config names the model and the data set as the hub does. With `--files FOLDER` they are read from
+FOLDER/gsm8k/{train,test}.jsonl and from the folder or GGUF file in FOLDER that has the model's name.
+"""
+
+import re
+import time
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from qerl.algo.estimate import majority_vote, pass_at_powers
+from qerl.config import RunConfig
+from qerl.config.stored import with_stored_base
+from qerl.errors import UserError
+from qerl.tasks import RewardPool, VotePool
+from qerl.training.policy import load_task, load_trained_sampler
+from qerl.training.rollouts.evaluation import EVALUATION_STEP, greedy, sampled_tokens
+from qerl.training.rollouts.rollout import sampling_of
+from qerl.types import GenerateRequest, Group, Prompt, RolloutEngine, Sampling
+from studies.study import Job, with_fields
+from studies.training import train_job
+
+VOTED_PROBLEMS, VOTES = 256, 8
+_LOGGED = ("eval_accuracy", "eval_greedy", "mean_tokens", "cut_fraction", "rollout_s", "step_s", "memory_gb")
+_STRICT = re.compile(r"####[ \t]*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
+
+
+def train_and_test(job: Job) -> dict[str, Any]:
+    """Run or resume the job, then answer the test problems with what it learned."""
+    config = run_config(job)
+    line = train_job(job, config, _LOGGED)
+    figures = test_figures(config, job.folder / "checkpoints")
+    peak = max(point["memory_gb"] for point in line["curve"])
+    return {**line, "final": line["final"] | figures | {"peak_gb": peak}}
+
+
+def measure_before_training(job: Job) -> dict[str, Any]:
+    """Answer the test problems with the model as it is."""
+    return {"final": test_figures(run_config(job), None), "curve": []}
+
+
+def test_figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float]:
+    """Return the figures above, of the newest adapter in the folder; None: of the model as it is."""
+    if config.model.calibrate != "none" and checkpoints is not None:
+        config = with_stored_base(config, checkpoints.parent)
+    config = with_fields(config, {"noise.schedule": "none", "task.num_held_out": 10**6})
+    tokenizer, task = load_task(config)
+    prompts, sampling = task.held_out(None), sampling_of(config)
+    begin = time.perf_counter()
+    with RewardPool(config.task) as pool, VotePool() as votes:
+        engine = load_trained_sampler(config, tokenizer, checkpoints, print)
+        loaded = time.perf_counter()
+        answer = partial(_answers, engine, config.seed)
+        figures = {"load_s": loaded - begin}
+        for name, how in (("greedy", greedy(sampling)), ("sampled", sampling)):
+            groups = answer(prompts, how, 1)
+            figures |= _accuracies(name, groups, pool.score(groups))
+            figures[f"tokens_{name}"] = fmean(n for group in groups for n in sampled_tokens(group))
+        groups = answer(prompts[:VOTED_PROBLEMS], sampling, VOTES)
+        figures |= _votes(groups, pool.score(groups), votes)
+    figures["test_s"] = time.perf_counter() - loaded
+    return {name: float(f"{value:.6g}") for name, value in figures.items()}
+
+
+def _answers(
+    engine: RolloutEngine, seed: int, prompts: list[Prompt], sampling: Sampling, num_samples: int
+) -> list[Group]:
+    request = GenerateRequest(
+        prompts, num_samples=num_samples, sampling=sampling, seed=seed, step=EVALUATION_STEP
+    )
+    return engine.generate(request)
+
+
+def _accuracies(name: str, groups: list[Group], rewards_P_G: list[list[float | None]]) -> dict[str, float]:
+    return {
+        name: fmean(rewards_G[0] == 1 for rewards_G in rewards_P_G),
+        f"strict_{name}": fmean(
+            strict(group.samples_G[0].text, group.prompt.columns["answer"]) for group in groups
+        ),
+    }
+
+
+def _votes(groups: list[Group], rewards_P_G: list[list[float | None]], pool: VotePool) -> dict[str, float]:
+    counted = pool.count("numeric", [[sample.text for sample in group.samples_G] for group in groups])
+    chosen = [
+        rewards_G[votes_G.index(vote)] == 1 if (vote := majority_vote(votes_G)) is not None else False
+        for votes_G, rewards_G in zip(counted, rewards_P_G, strict=True)
+    ]
+    correct = [[reward == 1 for reward in rewards_G] for rewards_G in rewards_P_G]
+    return {f"pass@{VOTES}": pass_at_powers(correct)[VOTES], f"maj@{VOTES}": fmean(chosen)}
+
+
+def strict(text: str, answer: str) -> bool:
+    """Return True if the number behind the last #### is that of the answer."""
+    said, right = _STRICT.findall(text), _STRICT.findall(answer) or [answer]
+    return bool(said) and _number(said[-1]) == _number(right[-1])
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def run_config(job: Job) -> RunConfig:
+    """Return the job's config with the places of its files."""
+    return job.config if job.files is None else with_local_files(job.config, job.files)
+
+
+def with_local_files(config: RunConfig, folder: Path) -> RunConfig:
+    """Return the config with the model and GSM8K's rows read from files in the folder."""
+    name = config.model.path.rpartition("/")[2]
+    places = [folder / name, folder / f"{name}.gguf", folder / f"{name.lower()}.gguf"]
+    model = next((place for place in places if place.exists()), None)
+    rows = [folder / "gsm8k" / f"{split}.jsonl" for split in ("train", "test")]
+    missing = [str(path) for path in [*([] if model else places[:1]), *rows] if not path.exists()]
+    if missing:
+        raise UserError(f"--files {folder}: no {', no '.join(missing)}")
+    return with_fields(
+        config,
+        {"model.path": str(model), "task.name": str(rows[0]), "task.held_out_split": str(rows[1])},
+    )
