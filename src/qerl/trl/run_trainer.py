@@ -59,10 +59,11 @@ class RunTrainer:
         path, adapter = model_path(self.model, self.processing_class, Path(str(self.args.output_dir)))
         is_named = isinstance(self.model, str)
         stored = None if is_named else getattr(self.model.config, "quantization_config", None)
+        model = model_config(path, quantization_config or stored, self.args, base.model)
+        is_once = adapter is None or peft_config is None
+        require(is_once, "peft_config: the PeftModel has an adapter already; pass its base model, or none")
         return dataclasses.replace(
-            base,
-            model=model_config(path, quantization_config or stored, self.args, base.model),
-            adapter=adapter or adapter_config(peft_config, base.adapter),
+            base, model=model, adapter=adapter or adapter_config(peft_config, base.adapter, model)
         )
 
     def _start(self, batch: Batch, ignored: list[str], callbacks: Sequence[Any]) -> None:
