@@ -32,7 +32,7 @@ class Module(NamedTuple):
 class Selection(NamedTuple):
     modules: list[Module]
     notices: list[str]
-    """What PEFT passes over: entries that select nothing."""
+    """Lines about entries that select nothing, which PEFT does not report."""
 
 
 def modules_of(a: Architecture) -> tuple[list[Module], list[str]]:
@@ -79,10 +79,10 @@ def select(settings: Mapping[str, Any], modules: list[Module], others: Iterable[
         if not any(_matches("target_modules", (each,), name) for m in modules for name in m.names)
     ]
     named = [m for m in modules if any(_matches("target_modules", targets, name) for name in m.names)]
-    kept = [m for m in named if not any(_matches("exclude_modules", excluded, name) for name in m.names)]
-    if excluded and len(kept) == len(named):
+    remaining = [m for m in named if not any(_matches("exclude_modules", excluded, name) for name in m.names)]
+    if excluded and len(remaining) == len(named):
         notices.append(f"exclude_modules: nothing is excluded by {excluded!r}")
-    selected = [m for m in kept if any(_is_in_layers(settings, targets, name) for name in m.names)]
+    selected = [m for m in remaining if any(_is_in_layers(settings, targets, name) for name in m.names)]
     if not selected:
         fields = "target_modules, exclude_modules and layers_to_transform"
         there_are = ", ".join(sorted({m.part for m in modules}))
