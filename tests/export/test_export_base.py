@@ -1,6 +1,7 @@
 """An adapter names the base that it was trained on; on it, exported, it computes what was trained."""
 
 import dataclasses
+import json
 import shlex
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from export.test_export import exported, logits_of, qerl, run_of, theirs
+from export.test_export import ADAPTER, exported, logits_of, qerl, run_of, theirs
 from models.checkpoints import tiny, write_gguf
 from qerl.models.packed_writer import write_quantized
 
@@ -47,6 +48,29 @@ def test_the_base_of_a_run_is_what_qerl_quantize_writes(tmp_path, format):
     base = exported(tmp_path, config, "base")
     for name in ("model.safetensors", "tokenizer.json"):
         assert (base / name).read_bytes() == (tmp_path / "quantized" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("layers", [None, (1,)])
+def test_peft_reads_every_field_of_adapter_config_as_it_is_written(tmp_path, layers):
+    _, config, _ = run_of(
+        tmp_path, adapter=dataclasses.replace(ADAPTER, dropout=0.25, layers_to_transform=layers)
+    )
+    out = exported(tmp_path, config, "peft")
+    described, read = (
+        json.loads((out / "adapter_config.json").read_text()),
+        peft.PeftConfig.from_pretrained(out),
+    )
+    assert isinstance(read, peft.LoraConfig)
+    for field, value in described.items():
+        got = getattr(read, field)
+        assert (sorted(got) if field == "target_modules" else got) == (
+            sorted(value) if field == "target_modules" else value
+        ), field
+    named = {"r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "inference_mode"}
+    plain, unnamed = peft.LoraConfig(), {"task_type", "base_model_name_or_path", *named}
+    assert {
+        f.name for f in dataclasses.fields(read) if getattr(read, f.name) != getattr(plain, f.name)
+    } <= unnamed
 
 
 def commands_of(card):
