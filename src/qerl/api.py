@@ -233,7 +233,7 @@ class Policy:
         write_adapter(
             copies,
             adapter_description(self.config.adapter, self.config.model, decoder),
-            self.config.model.path,
+            self.config.model,
             out,
         )
 

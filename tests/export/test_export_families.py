@@ -7,6 +7,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -16,9 +17,11 @@ from export.test_export import ADAPTER, BF16_ERROR, decoder_of, exported, peft_a
 from models.family_rows import multimodal, oracle
 from models.tiny import logits_of
 from qerl.config import AdapterConfig
+from qerl.cost.weights import num_trained_weights
 from qerl.learner import checkpoint
 from qerl.models.peft.adapter import adapter_tensors, add_adapter, load_adapter
 from qerl.models.peft.peft_reader import adapter_config, read_adapter
+from qerl.models.peft.peft_selection import layer_of
 
 TOKENS_T = torch.arange(3, 40) * 7 % 250
 # q, k and v in one tensor, norms that multiply by 1 + weight, gate and up in one, the same with other names
@@ -93,6 +96,27 @@ def test_an_adapter_of_some_of_the_linears_that_are_stored_as_one(tmp_path, targ
     load_adapter(other, checkpoint.latest_adapter(tmp_path / "run" / "checkpoints"))
     for name, master in adapter_tensors(decoder).items():
         assert torch.equal(adapter_tensors(other)[name], master), name
+
+
+@pytest.mark.parametrize("family", ("Qwen2", "Phi3", "Qwen3_5", "a part of Gemma3"))
+def test_an_adapter_of_some_layers_is_that_of_peft(tmp_path, family):
+    adapter = dataclasses.replace(ADAPTER, layers_to_transform=(1, 3))
+    _, config, decoder = made(tmp_path, family, adapter=adapter)
+    auto = AutoModelForImageTextToText if family.startswith("a part of ") else AutoModelForCausalLM
+    base = auto.from_pretrained(config.model.path, dtype=torch.float32, attn_implementation="eager")
+    out = exported(tmp_path, config, "peft")
+    model = peft.PeftModel.from_pretrained(base, out)
+    torch.testing.assert_close(theirs(model), logits_of(decoder, TOKENS_T), rtol=1e-4, atol=1e-4)
+    adapted = {layer_of(name) for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    assert adapted == {1, 3}
+    again = adapter_config(str(out))
+    assert (again.layers_to_transform, again.rank, again.alpha) == ((1, 3), 4, 8.0)
+    other = decoder_of(config)
+    add_adapter(other, again, seed=5)
+    load_adapter(other, read_adapter(str(out), again))
+    torch.testing.assert_close(logits_of(other, TOKENS_T), logits_of(decoder, TOKENS_T))
+    trained = sum(master.numel() for master in adapter_tensors(decoder).values())
+    assert num_trained_weights(decoder.architecture, adapter) == trained
 
 
 def test_an_adapter_that_peft_trained_on_linears_stored_as_one(tmp_path):

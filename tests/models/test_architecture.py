@@ -102,7 +102,7 @@ def test_a_window_in_use_caps_the_positions(family, settings, max_positions):
         ),
         ({"architectures": []}, r"architecture \(none named\) is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "default, linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' needs a factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),

@@ -361,6 +361,8 @@ def test_a_peft_model_starts_from_its_adapter(model, tmp_path):
     given = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(model), peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"])
     )
+    with pytest.raises(UserError, match="peft_config: the PeftModel has an adapter already"):
+        GRPOTrainer(given, reward_len, arguments(tmp_path), PLAIN, peft_config=peft.LoraConfig())
     start = peft.get_peft_model_state_dict(given)
     with torch.no_grad():
         for tensor in start.values():

@@ -78,6 +78,10 @@ class AdapterConfig:
     )
     """The linears with an adapter, by the last part of their name."""
 
+    layers_to_transform: tuple[int, ...] | None = None
+    """The layers whose linears have an adapter, the first is 0. None: all layers. Adapters of experts are in
+    all layers."""
+
     router: bool = False
     """Train the routers of a mixture of experts too, with adapters of this rank."""
 
@@ -97,3 +101,6 @@ class AdapterConfig:
         check_conflicts(self, "adapter")
         has_any = len(self.target_modules) > 0
         require(has_any, "adapter.target_modules must name at least one linear, got none")
+        layers = self.layers_to_transform
+        is_valid = layers is None or (len(layers) > 0 and min(layers) >= 0)
+        require(is_valid, f"adapter.layers_to_transform must have numbers of layers from 0 on, got {layers}")

@@ -100,22 +100,23 @@ class ExportOptions:
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""
 
-    form: Annotated[Literal["peft", "merged", "nvfp4", "mxfp4", "gguf-ready"], tyro.conf.arg(name="as")] = (
-        "peft"
-    )
-    """peft: the adapter. merged: the merged model. nvfp4, mxfp4: the merged model in 4 bits, gpt-oss only
-    in mxfp4. gguf-ready: same as merged, which llama.cpp's convert_hf_to_gguf.py reads."""
+    form: Annotated[
+        Literal["peft", "base", "merged", "nvfp4", "mxfp4", "gguf-ready"], tyro.conf.arg(name="as")
+    ] = "peft"
+    """peft: the adapter. base: the model on which it was trained, in the run's format. merged: the merged
+    model. nvfp4, mxfp4: the merged model in 4 bits, gpt-oss only in mxfp4. gguf-ready: same as merged,
+    which llama.cpp's convert_hf_to_gguf.py reads."""
 
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Data type of a merged model."""
+    """Data type of a merged model, or of a base whose format no layout has."""
 
     calibration_tokens: int = 8192
     """Tokens of the run's prompts and samples, newest first, to calibrate nvfp4 and mxfp4 on."""
 
     def __post_init__(self):
         check_positive(self, "calibration_tokens")
-        if self.dtype != "bf16" and self.form not in ("merged", "gguf-ready"):
-            raise UserError(f"--dtype {self.dtype} needs --as merged or gguf-ready, got {self.form}")
+        if self.dtype != "bf16" and self.form not in ("merged", "gguf-ready", "base"):
+            raise UserError(f"--dtype {self.dtype} needs --as merged, gguf-ready or base, got {self.form}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ import math
 from qerl.config import AdapterConfig
 from qerl.formats import FORMATS
 from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import ExpertSpec, LinearGroupSpec, adapter_targets, counted_specs
+from qerl.models.layer_spec import ExpertSpec, LinearGroupSpec, adapter_targets, counted_specs, layer_specs
 from qerl.models.lm_head import packed_width
 
 PASSES = {"none": 2, "layer": 3, "offload": 3}
@@ -112,8 +112,11 @@ def embedding_bytes(
 
 def num_trained_weights(a: Architecture, adapter: AdapterConfig) -> int:
     """Return the number of weights that learn: the adapters', or the target linears' own."""
-    targets = adapter_targets(a, adapter)
-    linears = [(x, n) for spec, n in counted_specs(a) for x in spec.linears if x.short_name in targets]
+    targets, layers = adapter_targets(a, adapter), adapter.layers_to_transform
+    specs = counted_specs(a)
+    if layers is not None:
+        specs = tuple((spec, 1) for layer, spec in enumerate(layer_specs(a)) if layer in layers)
+    linears = [(x, n) for spec, n in specs for x in spec.linears if x.short_name in targets]
     if adapter.kind == "full":
         return sum(n * x.num_weights for x, n in linears)
     of_experts = num_expert_adapter_weights(a, adapter)

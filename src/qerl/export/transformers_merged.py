@@ -17,15 +17,18 @@ from qerl.models.transformers_backend.transformers_loader import load_transforme
 from qerl.models.transformers_backend.transformers_model import TransformersModel
 
 
-def write_transformers_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
-    """Write round(W + scaling * B @ A) of each linear and the model's other tensors; all are in memory."""
+def write_transformers_merged(
+    run: Path, config: RunConfig, out: Path, dtype: torch.dtype, *, has_adapter: bool = True
+) -> None:
+    """Write round(W + scaling * B @ A) of each linear, or round(W) without the adapter, and the model's other
+    tensors; all are in memory."""
     source = locate(config.model.path)
-    learned = checkpoint.latest_adapter(run / "checkpoints")
     model = load_transformers_model(
         source, format=config.model.format, compute=torch.float32, device=torch.device("cpu"), resident=False
     )
-    add_adapter(model, config.adapter, seed=config.seed)
-    load_adapter(model, learned)
+    if has_adapter:
+        add_adapter(model, config.adapter, seed=config.seed)
+        load_adapter(model, checkpoint.latest_adapter(run / "checkpoints"))
     tensors = revert_weight_conversion(model.model, _merged(model, dtype))
     with hf_writer.atomic_folder(out) as folder:
         hf_writer.write_shards(folder, ((name, tensor.contiguous()) for name, tensor in tensors.items()))

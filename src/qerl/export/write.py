@@ -1,6 +1,8 @@
 """Export a run into a folder, which appears only when it is complete.
 
-    peft     the adapter: fp32 masters under PEFT's names, adapter_config.json and the tokenizer
+    peft     the adapter: fp32 masters under PEFT's names, adapter_config.json, the tokenizer and a README.md
+    base     the model without the adapter, as the run had it: its codes if `qerl quantize` writes the run's
+             format, else what the codes decode to, rounded to --dtype
     merged   a plain model: round(W + scaling * B @ A), summed in float64 from the frozen weight in its format
              and rounded once. Hugging Face's names, which llama.cpp's convert_hf_to_gguf.py reads
     nvfp4    the merged model in compressed-tensors' nvfp4-pack-quantized, rounded for its outputs (gptq.py)
@@ -10,7 +12,7 @@ Tensors other than the linears' weights are the checkpoint's, also a head that t
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,26 +21,29 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl.config import RunConfig
+from qerl.config import ModelConfig, RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import UserError
+from qerl.export.adapter_card import adapter_card, base_commands, trained_on
 from qerl.formats import MXFP4, NVFP4
 from qerl.learner.checkpoint import latest_adapter, latest_described_adapter
 from qerl.models import hf_writer
 from qerl.models.checkpoint.expert_names import float_tensors
 from qerl.models.checkpoint.layouts import without_quantization
-from qerl.models.checkpoint.source import base_name, locate
+from qerl.models.checkpoint.layouts.compressed_tensors import WRITTEN
+from qerl.models.checkpoint.source import ModelSource, base_name, locate
 from qerl.models.checkpoint.stored_names import language_config, stored_tensors
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
+from qerl.models.expert_writing import can_be_written
 from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
 from qerl.models.peft.adapter import add_adapter, load_adapter, merged_expert, merged_weight
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.quantize.calibration import read_calibration
 from qerl.models.quantize.gptq import requantize
-from qerl.models.quantize.merge_note import make_note, write_note
+from qerl.models.quantize.merge_note import MergeNote, make_note, write_note
 from qerl.models.transformers_backend.backend import backend_of
 
 _KINDS = {"nvfp4": NVFP4, "mxfp4": MXFP4}
@@ -50,6 +55,8 @@ def export(config: RunConfig, options: ExportOptions) -> None:
     hf_writer.check_output_folder(out)
     if options.form == "peft":
         write_peft(run, config, out)
+    elif options.form == "base":
+        write_base(run, config, out, COMPUTE[options.dtype])
     elif options.form in _KINDS:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         tokens = options.calibration_tokens
@@ -65,19 +72,44 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
         raise UserError(f"{run}: adapter.router is not written in PEFT's layout; use --as merged")
     adapter, description = latest_described_adapter(run / "checkpoints")
     description |= {"base_model_name_or_path": base_name(config.model.path)}
-    write_adapter(adapter, description, config.model.path, out)
+    write_adapter(adapter, description, config.model, out, run=run)
 
 
-def write_adapter(adapter: dict[str, Tensor], description: dict[str, Any], model: str, out: Path) -> None:
-    """Write the tensors, PEFT's description of them and the tokenizer of the model at this path."""
+def write_adapter(
+    adapter: dict[str, Tensor],
+    description: dict[str, Any],
+    model: ModelConfig,
+    out: Path,
+    *,
+    run: Path | None = None,
+) -> None:
+    """Write the tensors, PEFT's description of them, the tokenizer of the model and a README.md."""
     with hf_writer.atomic_folder(out) as folder:
         save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
         (folder / ADAPTER).chmod(0o644)  # safetensors lets only the owner read
         hf_writer.write_json(folder / ADAPTER_CONFIG, description)
         try:
-            hf_writer.write_tokenizer(folder, locate(model))
+            hf_writer.write_tokenizer(folder, locate(model.path))
         except UserError as error:  # the base is gone; the adapter is the user's work
             print(f"the adapter is exported without a tokenizer: {error}", file=sys.stderr)
+        (folder / "README.md").write_text(adapter_card(out.name, model, run, description["r"]))
+    if (base := trained_on(model)) is not None:
+        how = "".join(f"; `{command}` writes it" for command in base_commands(model, run)[:1])
+        print(f"the adapter was trained on {base}{how} (README.md)", file=sys.stderr)
+
+
+def write_base(run: Path, config: RunConfig, out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the model on which the adapter was trained."""
+    if backend_of(config.model) == "transformers":
+        from qerl.export.transformers_merged import write_transformers_merged  # takes seconds to import
+
+        write_transformers_merged(run, config, out, dtype, has_adapter=False)
+        return
+    decoder, source = load_fp32_base(config, torch.device("cpu")), locate(config.model.path)
+    if config.model.format in WRITTEN and can_be_written(decoder.architecture, config.model.format):
+        write_packed(decoder, source, out, format=config.model.format)
+    else:
+        _write_plain(decoder, source, out, dtype, note=lambda folder: None)
 
 
 def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -87,15 +119,32 @@ def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype = t
         write_transformers_merged(run, config, out, dtype)
         return
     decoder, source = load_fp32_policy(run, config, torch.device("cpu")), locate(config.model.path)
+    _write_plain(
+        decoder,
+        source,
+        out,
+        dtype,
+        note=lambda folder: make_note(run, config.model, config.adapter, decoder, locate(str(folder)).open()),
+    )
+
+
+def _write_plain(
+    decoder: Decoder,
+    source: ModelSource,
+    out: Path,
+    dtype: torch.dtype,
+    *,
+    note: Callable[[Path], MergeNote | None],
+) -> None:
+    """Write the decoder's weights, with their adapters, and what `note` returns for the folder."""
     with hf_writer.atomic_folder(out) as folder:
         tensors = stored_tensors(decoder.architecture, _merged_tensors(decoder, dtype), dtype)
         hf_writer.write_shards(folder, tensors)
         hf_config = without_quantization(language_config(source.open().config))
         hf_writer.write_json(folder / "config.json", with_dtype(hf_config, dtype))
         hf_writer.write_tokenizer(folder, source)
-        note = make_note(run, config.model, config.adapter, decoder, locate(str(folder)).open())
-        if note is not None:
-            write_note(folder, note)
+        if (made := note(folder)) is not None:
+            write_note(folder, made)
 
 
 def write_four_bit(
@@ -114,12 +163,16 @@ def write_four_bit(
 
 def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Decoder:
     """Load the run's model, in the run's format, with the adapter of its newest checkpoint."""
-    learned, checkpoint = latest_adapter(run / "checkpoints"), locate(config.model.path).open()
-    format = config.model.format
-    decoder = build_decoder(checkpoint, format=format, compute=torch.float32, device=device, resident=False)
+    learned, decoder = latest_adapter(run / "checkpoints"), load_fp32_base(config, device)
     add_adapter(decoder, config.adapter, seed=config.seed)
     load_adapter(decoder, learned)
     return decoder
+
+
+def load_fp32_base(config: RunConfig, device: torch.device) -> Decoder:
+    """Load the run's model, in the run's format."""
+    checkpoint, format = locate(config.model.path).open(), config.model.format
+    return build_decoder(checkpoint, format=format, compute=torch.float32, device=device, resident=False)
 
 
 def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

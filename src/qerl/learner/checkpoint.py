@@ -221,7 +221,7 @@ def adapter_description(adapter: AdapterConfig, base: ModelConfig, model: Policy
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name(base.path),
-        **peft_targets(model.architecture, targets_of(model, adapter), adapter.rank, adapter.alpha),
+        **peft_targets(model.architecture, targets_of(model, adapter), adapter),
         **_expert_targets(adapter, model),
         "lora_dropout": adapter.dropout,
         "bias": "none",
@@ -238,7 +238,7 @@ def _expert_targets(adapter: AdapterConfig, model: PolicyModel) -> dict[str, Any
     if adapter.experts == "none":
         return {}
     parameters, targets = expert_parameters(model.architecture), targets_of(model, adapter)
-    linears = peft_targets(model.architecture, targets, adapter.rank, adapter.alpha)
+    linears = peft_targets(model.architecture, targets, adapter)
     ranks = dict.fromkeys(parameters, adapter.expert_rank)
     return {"target_parameters": parameters, "rank_pattern": linears.get("rank_pattern", {}) | ranks}
 

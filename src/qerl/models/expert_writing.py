@@ -36,6 +36,15 @@ def as_written(a: Architecture, format: str) -> Architecture:
     raise UserError(f"the experts of {a.family} can be written in {formats}, not in {format}")
 
 
+def can_be_written(a: Architecture, format: str) -> bool:
+    """True if `qerl quantize` writes such a model in this format."""
+    try:
+        as_written(a, format)
+    except UserError:
+        return False
+    return True
+
+
 def expert_tensors(
     checkpoint: Checkpoint, a: Architecture, format: str, suffixes: dict[str, str], encode: Encode
 ) -> Iterator[tuple[str, Tensor]]:

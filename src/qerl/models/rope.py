@@ -8,6 +8,7 @@
     llama3    f_j / factor for long wavelengths, f_j for short ones, a weighted mean between; m = 1
     yarn      as llama3, with limits in turns within the original length; m = 0.1 ln(factor) + 1
     proportional   f_j / factor for the first pairs, 0 for the others, m = 1
+    dynamic   the default up to max_position_embeddings, which is the longest sequence here
     longrope  f_j / divisor_j, m = sqrt(1 + ln(factor) / ln(original length))
 
 `rotate_heads` also rotates the first elements of a head only, or neighbors as pairs. Angles and cosines are

@@ -28,11 +28,13 @@ def push_folder(
     )
 
 
-def model_card(name: str, *, base_model: str, dataset: str | None, method: str, tags: list[str]) -> str:
-    """Return a README.md; base_model is named if it is no local folder."""
-    base = {} if Path(base_model).expanduser().exists() else {"base_model": base_model}
-    facts = {"library_name": "peft", **base, **({"datasets": [dataset]} if dataset else {}), "tags": tags}
+def model_card(
+    name: str, *, base_model: str, dataset: str | None, method: str, tags: list[str], base: str
+) -> str:
+    """Return a README.md; base_model is named if it is no local folder. base: the section about it."""
+    named = {} if Path(base_model).expanduser().exists() else {"base_model": base_model}
+    facts = {"library_name": "peft", **named, **({"datasets": [dataset]} if dataset else {}), "tags": tags}
     head = "\n".join(f"{key}: {json.dumps(value)}" for key, value in facts.items())
     return (
         f"---\n{head}\n---\n\n# {name}\n\nA LoRA adapter for {base_model}, trained with {method} by qerl.\n"
-    )
+    ) + base

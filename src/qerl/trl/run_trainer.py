@@ -15,6 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from qerl.config import RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import UserError, require
+from qerl.export.adapter_card import base_section
 from qerl.export.write import write_merged, write_peft
 from qerl.learner import checkpoint
 from qerl.models.checkpoint.source import locate
@@ -59,10 +60,11 @@ class RunTrainer:
         path, adapter = model_path(self.model, self.processing_class, Path(str(self.args.output_dir)))
         is_named = isinstance(self.model, str)
         stored = None if is_named else getattr(self.model.config, "quantization_config", None)
+        model = model_config(path, quantization_config or stored, self.args, base.model)
+        is_once = adapter is None or peft_config is None
+        require(is_once, "peft_config: the PeftModel has an adapter already; pass its base model, or none")
         return dataclasses.replace(
-            base,
-            model=model_config(path, quantization_config or stored, self.args, base.model),
-            adapter=adapter or adapter_config(peft_config, base.adapter),
+            base, model=model, adapter=adapter or adapter_config(peft_config, base.adapter, model)
         )
 
     def _start(self, batch: Batch, ignored: list[str], callbacks: Sequence[Any]) -> None:
@@ -165,12 +167,14 @@ class RunTrainer:
     ) -> Any:
         """Upload what save_model writes, with a model card, to hub_model_id; return the hub's answer."""
         named = [tags] if isinstance(tags, str) else list(tags or ())
+        config = with_stored_base(self.config, Path(self.config.out))
         card = model_card(
             model_name or self.hub_model_id.rpartition("/")[2],
             base_model=self.config.model.path,
             dataset=dataset_name,
             method=self.method,
             tags=[*named, self.method.lower(), "qerl"],
+            base=base_section(config.model, Path(config.out), config.adapter.rank),
         )
         with tempfile.TemporaryDirectory() as temporary:
             self.save_model(temporary, _internal_call=True)

@@ -15,6 +15,7 @@ converters (conversion/*.py) and load_arch_hparams (src/models/*.cpp).
 """
 
 import dataclasses
+import importlib.metadata
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,8 @@ def hf_config(keys: GgufKeys) -> dict[str, Any]:
     common = {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
+        # Without it transformers says of a Mistral that its tokenizer is wrong; that of llama.cpp is right.
+        "transformers_version": importlib.metadata.version("transformers"),
         "num_hidden_layers": keys.num_layers,
         "hidden_size": keys.count("embedding_length"),
         "intermediate_size": keys.count("feed_forward_length"),

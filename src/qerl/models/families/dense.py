@@ -20,7 +20,7 @@ def dense(config: ConfigReader, family: str, *, eps: float = 1e-6, **parts: Any)
     if "activation" not in parts:
         config.having(hidden_act="silu")
     if "rotary_size" not in parts:
-        for place in (config, rope_section(config)):
+        for place in (config, *_rope_sections(config, parts)):
             place.having(partial_rotary_factor=1)
     if "rope" not in parts:
         parts["rope"] = read_rope(config)
@@ -42,6 +42,16 @@ def dense(config: ConfigReader, family: str, *, eps: float = 1e-6, **parts: Any)
         "tied_head": config.flag("tie_word_embeddings"),
     }
     return Architecture(**fields | parts)
+
+
+def _rope_sections(config: ConfigReader, parts: dict[str, Any]) -> list[ConfigReader]:
+    """Return the rotary settings that may rotate a part of each head, which the caller has not read."""
+    if "local_rope" not in parts:
+        return [rope_section(config)]
+    is_partial = parts["rope"].kind == "proportional"
+    return [
+        rope_section(config, f"{kind}_attention") for kind in ("sliding", "full")[: 1 if is_partial else 2]
+    ]
 
 
 def attention_biases(config: ConfigReader) -> dict[str, bool]:

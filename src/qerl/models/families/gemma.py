@@ -41,15 +41,14 @@ def gemma2(config: ConfigReader) -> Architecture:
 def gemma3(config: ConfigReader) -> Architecture:
     config = config.filled(**_DEFAULTS, max_position_embeddings=131_072, vocab_size=262_208)
     every = config.count("sliding_window_pattern", 6)
-    settings = rope_section(config, "sliding_attention")
-    if settings.get("rope_theta") is None or "full_attention" not in rope_section(config).entries:
-        settings = ConfigReader({"rope_theta": config.number("rope_local_base_freq", 10_000.0)})
+    local_theta = config.number("rope_local_base_freq", 10_000.0)
+    local = ConfigReader(config.entries | {"rope_theta": None})
     return _gemma(
         config,
         "Gemma3ForCausalLM",
         layer_kinds=read_layer_kinds(config, lambda index: (index + 1) % every != 0, has_local_rope=True),
         rope=read_rope(config, rope_section(config, "full_attention"), theta=1e6),
-        local_rope=read_rope(ConfigReader(config.entries | {"rope_theta": None}), settings),
+        local_rope=read_rope(local, rope_section(config, "sliding_attention"), theta=local_theta),
         qk_norm=True,
     )
 

@@ -28,11 +28,15 @@ _PARTS = {
     "num_kv_shared_layers": "layers that share keys and values",
     "enable_moe_block": "experts beside its MLP",
 }
-_GLOBAL_HEAD_SIZE, _GLOBAL_THETA, _TURNED = 512, 1e6, 0.25
+_GLOBAL_HEAD_SIZE = 512
+_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
 
 
 def gemma4(config: ConfigReader) -> Architecture:
-    config = config.filled(**_DEFAULTS)
+    config = _with_ropes(config.filled(**_DEFAULTS))
     for name, part in _PARTS.items():
         if config.get(name):
             raise NotDescribedError(f"this model has {part} ({name}): set model.backend to transformers")
@@ -57,6 +61,18 @@ def gemma4(config: ConfigReader) -> Architecture:
         logit_softcap=config.optional_number("final_logit_softcapping"),
         **attention_biases(config),
     )
+
+
+def _with_ropes(config: ConfigReader) -> ConfigReader:
+    """Return the config with rotary settings of both types of layers; transformers reads no rope_scaling."""
+    if config.get("rope_scaling"):
+        raise UserError("rope_scaling is not read in Gemma 4: use rope_parameters")
+    ropes = config.section("rope_parameters").entries or _ROPES
+    for kind in _ROPES:
+        theta = ConfigReader(ropes).section(kind).get("rope_theta") or config.get("rope_theta")
+        if theta is None:
+            raise UserError(f"rope_parameters needs a rope_theta of {kind} in the model's config")
+    return ConfigReader(config.entries | {"rope_parameters": ropes})
 
 
 def _whole(config: ConfigReader, kinds: tuple[LayerKind, ...]) -> LayerKind:
@@ -84,10 +100,10 @@ def _whole(config: ConfigReader, kinds: tuple[LayerKind, ...]) -> LayerKind:
 
 
 def _global_rope(config: ConfigReader, whole: LayerKind) -> Rope:
-    """Return the rope of the layers without a window, which turns the first pairs of a head."""
+    """Return the rope of the layers without a window, which may turn the first pairs of a head only."""
     settings = rope_section(config, "full_attention")
-    if settings.get("rope_type") not in (None, "proportional"):
-        return read_rope(config, settings, theta=_GLOBAL_THETA)
-    plain = read_rope(config, ConfigReader(settings.entries | {"rope_type": "default"}), theta=_GLOBAL_THETA)
-    turned = int(settings.number("partial_rotary_factor", _TURNED) * (whole.head_size or 0) // 2)
+    if settings.get("rope_type") != "proportional":
+        return read_rope(config, settings)
+    plain = read_rope(config, ConfigReader(settings.entries | {"rope_type": "default"}))
+    turned = int(settings.number("partial_rotary_factor", 1.0) * (whole.head_size or 0) // 2)
     return dataclasses.replace(plain, kind="proportional", num_turned=turned)

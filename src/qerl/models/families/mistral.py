@@ -6,6 +6,7 @@ is computed.
 
 import dataclasses
 
+from qerl.errors import UserError
 from qerl.models.architecture import Architecture
 from qerl.models.families.dense import all_kinds, dense, read_layer_kinds, read_window
 from qerl.models.families.reader import ConfigReader
@@ -41,6 +42,8 @@ def ministral3(config: ConfigReader) -> Architecture:
         config = ConfigReader(config.entries | {"rope_parameters": _MINISTRAL3_ROPE})
     window = None if config.get("sliding_window") is None else read_window(config)
     kinds = () if window is None else all_kinds(config, window=window)
+    if rope_section(config).get("llama_4_scaling_beta") is None:
+        raise UserError("rope_parameters needs llama_4_scaling_beta in the model's config; 0 is none")
     growth = rope_section(config).optional_number("llama_4_scaling_beta") or 0.0
     rope = dataclasses.replace(read_rope(config), query_growth=growth)
     return dense(config, "Ministral3ForCausalLM", eps=1e-5, rope=rope, layer_kinds=kinds)

@@ -23,15 +23,13 @@ def olmo2(config: ConfigReader) -> Architecture:
 
 def olmo3(config: ConfigReader) -> Architecture:
     config = config.filled(max_position_embeddings=2048, sliding_window=4096)
-    local = rope_section(config, "sliding_attention")
-    if "sliding_attention" not in rope_section(config).entries:
-        local = ConfigReader({})
+    local = ConfigReader(config.entries | {"rope_theta": None})  # it is that of full attention alone
     return _olmo(
         config,
         "Olmo3ForCausalLM",
         layer_kinds=read_layer_kinds(config, lambda index: (index + 1) % 4 != 0, has_local_rope=True),
         rope=read_rope(config, rope_section(config, "full_attention"), theta=5e5),
-        local_rope=read_rope(config, local, theta=5e5),
+        local_rope=read_rope(local, rope_section(config, "sliding_attention"), theta=5e5),
     )
 
 

@@ -23,6 +23,7 @@ from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear, MixtureMLP, copy_masters
 from qerl.models.peft.peft_experts import shared
 from qerl.models.peft.peft_names import PEFT_PREFIX, PREFIX, decoder_tensors
+from qerl.models.peft.peft_selection import layer_of
 from qerl.models.policy_model import PolicyModel
 
 _EXPERTS = 1  # keeps these seeds apart from the linears'
@@ -31,18 +32,14 @@ _EXPERTS = 1  # keeps these seeds apart from the linears'
 def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
     """Add an adapter to every linear in config.target_modules; its A depends on the seed and the linear only.
     With config.kind full, make the linear's weight trainable instead."""
-    names = {name.rpartition(".")[2] for name, _ in decoder.linears()}
-    targets = targets_of(decoder, config)
+    _check_targets(decoder, config)
     _check_mixture(decoder, config)
-    if unknown := [target for target in targets if target not in names]:
-        there_are = ", ".join(sorted(names))
-        raise UserError(f"adapter.target_modules: the model has no linear {unknown[0]!r}; it has {there_are}")
-    for index, (name, linear) in enumerate(decoder.linears()):
-        if name.rpartition(".")[2] in targets and config.kind == "full":
+    for index, _, linear in _targeted(decoder, config):
+        if config.kind == "full":
             if not isinstance(linear.weight, BF16):
                 raise UserError("adapter.kind full needs unquantized weights: set --model.format bf16")
             linear.learn_weight()
-        elif name.rpartition(".")[2] in targets:
+        else:
             a_RK = _new_a((config.rank, linear.in_width), mix(seed, index))
             b_NR = torch.zeros(linear.out_width, config.rank)
             linear.add_adapter(a_RK.to(decoder.device), b_NR.to(decoder.device), config.alpha / config.rank)
@@ -52,9 +49,8 @@ def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
 
 def check_rank(decoder: PolicyModel, config: AdapterConfig) -> None:
     """Raise UserError if the rank exceeds that of every weight it would be added to."""
-    targets = targets_of(decoder, config)
-    linears = [linear for name, linear in decoder.linears() if name.rpartition(".")[2] in targets]
-    limit = max((min(linear.in_width, linear.out_width) for linear in linears), default=config.rank)
+    widths = [min(linear.in_width, linear.out_width) for _, _, linear in _targeted(decoder, config)]
+    limit = max(widths, default=config.rank)
     if config.kind == "lora" and config.rank > limit:
         reason = "the rank of the largest weight"
         raise UserError(f"adapter.rank must be at most {limit}, {reason}, got {config.rank}")
@@ -68,6 +64,31 @@ def targets_of(decoder: PolicyModel, config: AdapterConfig) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.rpartition(".")[2] for name, _ in decoder.linears()))
     is_default = config.target_modules == AdapterConfig().target_modules
     return names if is_default else config.target_modules
+
+
+def _targeted(decoder: PolicyModel, config: AdapterConfig) -> Iterator[tuple[int, str, QuantLinear]]:
+    """Yield each linear that gets an adapter with its index among all linears and its name."""
+    targets, layers = targets_of(decoder, config), config.layers_to_transform
+    for index, (name, linear) in enumerate(decoder.linears()):
+        if name.rpartition(".")[2] in targets and (layers is None or layer_of(name) in layers):
+            yield index, name, linear
+
+
+def _check_targets(decoder: PolicyModel, config: AdapterConfig) -> None:
+    """Raise UserError for a linear or a layer that the model does not have, or if none is left."""
+    names = [name for name, _ in decoder.linears()]
+    shorts, layers = {name.rpartition(".")[2] for name in names}, {layer_of(name) for name in names}
+    if unknown := [target for target in targets_of(decoder, config) if target not in shorts]:
+        there_are = ", ".join(sorted(shorts))
+        raise UserError(f"adapter.target_modules: the model has no linear {unknown[0]!r}; it has {there_are}")
+    if beyond := sorted(set(config.layers_to_transform or ()) - layers):
+        last = max(layer for layer in layers if layer is not None)
+        raise UserError(f"adapter.layers_to_transform: the model has layers 0 to {last}, got {beyond[0]}")
+    if not any(_targeted(decoder, config)):
+        raise UserError(
+            f"adapter.layers_to_transform {config.layers_to_transform}: these layers have none of the linears"
+            f" {', '.join(config.target_modules)}"
+        )
 
 
 def _check_mixture(decoder: PolicyModel, config: AdapterConfig) -> None:
@@ -130,8 +151,7 @@ class OtherAdapter:
     @torch.no_grad()
     def __init__(self, decoder: Decoder, config: AdapterConfig, tensors: Mapping[str, Tensor]):
         """tensors: with PEFT's names or the decoder's own. Raise UserError if they do not fit the decoder."""
-        targets = config.target_modules
-        linears = {name: x for name, x in decoder.linears() if name.rpartition(".")[2] in targets}
+        linears = {name: linear for _, name, linear in _targeted(decoder, config)}
         names = [f"{PREFIX}{name}.lora_{side}.weight" for name in linears for side in "AB"]
         tensors = _decoder_tensors(decoder, tensors, names)
         self._decoder, self._scaling = decoder, config.alpha / config.rank

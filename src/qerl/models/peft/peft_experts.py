@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
+from qerl.models.peft.peft_selection import pattern_value
 
 _PLACES = {"gate_up_proj": "base_layer.", "down_proj": ""}
 _EXPERTS = "mlp.experts."
@@ -83,18 +84,14 @@ def experts_of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if sorted(str(each).rpartition(".experts.")[2] for each in targets) != sorted(_PLACES):
         raise UserError(f"target_parameters must be the experts' {', '.join(_PLACES)}, got {targets!r}")
     patterns, rank = settings.get("rank_pattern") or {}, settings.get("r")
-    ranks = {patterns.get(each, rank) for each in targets}
-    rank = next(iter(ranks))
-    if len(ranks) != 1 or not isinstance(rank, int) or settings.get("alpha_pattern", {}).keys() & {*targets}:
+    ranks = {pattern_value(patterns, str(each), rank) for each in targets}
+    alphas = [pattern_value(settings.get("alpha_pattern") or {}, str(each), None) for each in targets]
+    expert_rank = next(iter(ranks))
+    if len(ranks) != 1 or not isinstance(expert_rank, int) or any(each is not None for each in alphas):
         raise UserError(f"the experts' parameters must have one rank, and lora_alpha; got {patterns!r}")
-    return {"experts": "per_expert", "expert_rank": rank}
-
-
-def without_experts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return adapter_config.json with the rank pattern of linears alone."""
-    targets = settings.get("target_parameters") or []
-    patterns = {k: v for k, v in (settings.get("rank_pattern") or {}).items() if k not in targets}
-    return {**settings, "rank_pattern": patterns}
+    if settings.get("use_rslora") and expert_rank != rank:
+        raise UserError(f"use_rslora needs one rank, got {rank} and {expert_rank} in target_parameters")
+    return {"experts": "per_expert", "expert_rank": expert_rank}
 
 
 def _block(a: Architecture | None) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture, StoredLinear
 from qerl.models.layer_spec import kinds_of_linears
@@ -24,12 +25,6 @@ PEFT_PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of transformers' model."""
 PREFIX = f"{PEFT_PREFIX}model."
 _LANGUAGE = "base_model.model.model.language_model."
-_FUSED = {  # of all families: the family of an adapter on the command line is not known
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "input_linear": ("gate_proj", "up_proj"),
-    "output_linear": ("down_proj",),
-}
 
 
 def peft_tensors(architecture: Architecture | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,11 +65,14 @@ def decoder_tensors(
 
 
 def peft_targets(
-    architecture: Architecture | None, targets: Iterable[str], rank: int, alpha: float
+    architecture: Architecture | None, targets: Iterable[str], adapter: AdapterConfig
 ) -> dict[str, Any]:
-    """Return the entries of adapter_config.json that say which linears have an adapter, and of which rank."""
+    """Return the entries of adapter_config.json that say which linears have an adapter, and of which rank.
+    targets: the linears, by the last part of their names."""
+    rank, alpha, layers = adapter.rank, adapter.alpha, adapter.layers_to_transform
+    where = {} if layers is None else {"layers_to_transform": list(layers)}
     if architecture is None:
-        return {"r": rank, "lora_alpha": alpha, "target_modules": list(targets)}
+        return {"r": rank, "lora_alpha": alpha, "target_modules": list(targets), **where}
     targets, names, patterns = list(targets), [], {}
     stored_as = {part: stored for stored in architecture.stored_linears for part in stored.holds}
     by_short = {linear.short_name: linear.name for linear in kinds_of_linears(architecture)}
@@ -87,42 +85,13 @@ def peft_targets(
     patterns = {name: count for name, count in patterns.items() if count > 1}
     modules: Any = names
     if architecture.part_of is not None:  # other modalities have linears of the same names
-        modules = rf".*\.language_model\..*\.({'|'.join(names)})"
-    entries: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": modules}
+        of_layers = "" if layers is None else rf"layers\.({'|'.join(map(str, layers))})\."
+        modules, where = rf".*\.language_model\.{of_layers}.*\.({'|'.join(names)})", {}
+    entries: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": modules, **where}
     if patterns:
         entries["rank_pattern"] = {name: count * rank for name, count in patterns.items()}
         entries["alpha_pattern"] = {name: count * alpha for name, count in patterns.items()}
     return entries
-
-
-def decoder_targets(settings: Mapping[str, Any]) -> list[str] | None:
-    """Return the decoder's linears that adapter_config.json targets; None if it has a pattern of its own."""
-    named = settings.get("target_modules")
-    opening = r".*\.language_model\..*\.("
-    if isinstance(named, str) and named.startswith(opening) and named.endswith(")"):
-        named = named.removeprefix(opening).removesuffix(")").split("|")
-    if not isinstance(named, list) or not named:
-        return None
-    shorts = {str(name).rpartition(".")[2] for name in named}  # PEFT accepts full names too
-    return sorted({part for short in shorts for part in _FUSED.get(short, (short,))})
-
-
-def check_patterns(settings: Mapping[str, Any]) -> None:
-    """Raise UserError unless ranks and alphas differ only where `peft_targets` makes them differ."""
-    ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    known = {
-        (name, count * rank, count * alpha)
-        for name, parts in _FUSED.items()
-        for count in range(1, len(parts) + 1)
-        if isinstance(rank, int) and isinstance(alpha, int | float)
-    }
-    patterns = [(name, ranks.get(name), alphas.get(name)) for name in {**ranks, **alphas}]
-    if odd := [each for each in patterns if each not in known]:
-        raise UserError(
-            f"rank_pattern and alpha_pattern must give the other ranks of linears stored as one,"
-            f" got {odd[0][1]!r} and {odd[0][2]!r} for {odd[0][0]}"
-        )
 
 
 def _places(architecture: Architecture, tensors: Collection[str]) -> list[tuple[StoredLinear, str]]:

@@ -1,79 +1,86 @@
-"""Read the folder of a PEFT LoRA adapter that training can continue from."""
+"""Read the folder of a PEFT LoRA adapter that training can continue from.
 
+Which linears have an adapter is read from its tensors, so that every form of target_modules, exclude_modules
+and layers_to_transform is taken as it was trained.
+"""
+
+import math
+import re
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl.config import AdapterConfig
 from qerl.errors import UserError, did_you_mean_folder, naming
 from qerl.models.checkpoint.model_folder import read_json
-from qerl.models.peft.peft_experts import experts_of_settings, without_experts
-from qerl.models.peft.peft_names import check_patterns, decoder_targets
+from qerl.models.peft.peft_experts import experts_of_settings
+from qerl.models.peft.peft_fields import NO_EFFECT, check_fields
+from qerl.models.peft.peft_names import PEFT_PREFIX
+from qerl.models.peft.peft_selection import Module, named_module, pattern_value, select
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": ([], None),
-    "trainable_token_indices": ([], None),
-    # others, such as pissa, change the model's weights
-    "init_lora_weights": (True, False, "gaussian", None),
+_DESCRIBES = NO_EFFECT | {"inference_mode", "revision", "eva_config"}
+_SAME_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights; others, such as pissa, change the model's weights."""
+_FUSED = {  # of all families: the family of an adapter on the command line is not known
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "input_linear": ("gate_proj", "up_proj"),
+    "output_linear": ("down_proj",),
 }
-"""Supported values of adapter_config.json by key; the first is PEFT's default."""
 
 
 def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
     """Return the masters by PEFT's names, for `load_adapter`, which checks names and shapes. Raise UserError
     if the adapter does not match the config."""
-    folder = Path(path).expanduser()
-    settings = _read_settings(folder)
-    for key, option, value in (("r", "rank", config.rank), ("lora_alpha", "alpha", config.alpha)):
-        if settings.get(key) != value:
-            raise UserError(f"{folder}: {key} is {settings.get(key)!r}, adapter.{option} is {value!r}")
-    targets, expected = decoder_targets(settings), sorted(set(config.target_modules))
-    if targets is not None and targets != expected:
+    folder, stored = Path(path).expanduser(), adapter_config(path)
+    for key, option in (("r", "rank"), ("lora_alpha", "alpha")):
+        value, expected = getattr(stored, option), getattr(config, option)
+        if value != expected:
+            raise UserError(f"{folder}: {key} is {value!r}, adapter.{option} is {expected!r}")
+    targets, expected = list(stored.target_modules), sorted(set(config.target_modules))
+    if targets != expected:
         raise UserError(f"{folder}: targets {targets}, adapter.target_modules are {expected}")
-    _check_experts(folder, settings, config)
+    rank, needed = (None if c.experts == "none" else c.expert_rank for c in (stored, config))
+    if rank != needed:
+        needs = f"adapter.experts {config.experts} needs {needed}"
+        raise UserError(f"{folder}: the adapters of experts have rank {rank}, {needs}")
     try:
         return load_file(folder / ADAPTER)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / ADAPTER}: cannot be read: {error}") from error
 
 
-def _check_experts(folder: Path, settings: dict[str, Any], config: AdapterConfig) -> None:
-    rank = experts_of_settings(settings).get("expert_rank")
-    needed = None if config.experts == "none" else config.expert_rank
-    if rank != needed:
-        needs = f"adapter.experts {config.experts} needs {needed}"
-        raise UserError(f"{folder}: the adapters of experts have rank {rank}, {needs}")
-
-
 def adapter_config(path: str) -> AdapterConfig:
-    """Return an AdapterConfig that continues from this folder: its rank, alpha and target modules."""
+    """Return an AdapterConfig that continues from this folder: its rank, alpha, dropout and linears."""
     folder = Path(path).expanduser()
     settings = _read_settings(folder)
-    rank, alpha, targets = settings.get("r"), settings.get("lora_alpha"), decoder_targets(settings)
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
-        raise UserError(f"{folder}: r and lora_alpha must be numbers, got {rank!r} and {alpha!r}")
-    if targets is None:
-        named = settings.get("target_modules")
-        raise UserError(
-            f"{folder}: target_modules must be a list of names, got {named!r}; see adapter.target_modules"
-        )
-    experts = experts_of_settings(settings)
-    names = tuple(targets)
-    return AdapterConfig(rank=rank, alpha=float(alpha), target_modules=names, init_from=path, **experts)
+    modules = _modules(folder / ADAPTER)
+    with naming(folder):
+        check_fields(settings, no_effect=_DESCRIBES, init=_SAME_BASE)
+        _check_types(settings)
+        targets, is_everywhere = _targets(settings, modules)
+        rank, alpha = _rank_and_alpha(settings, modules)
+        experts = experts_of_settings(settings)
+        of_experts = settings["lora_alpha"] * _factor(settings, settings["r"])
+        if experts and alpha != of_experts:
+            raise UserError(f"alpha_pattern gives linears {alpha:g}, target_parameters have {of_experts:g}")
+    layers = {m.layer for m in modules if m.layer is not None}
+    return AdapterConfig(
+        rank=rank,
+        alpha=alpha,
+        dropout=float(settings.get("lora_dropout") or 0.0),
+        target_modules=tuple(sorted({part for each in targets for part in _FUSED.get(each, (each,))})),
+        layers_to_transform=None if is_everywhere else tuple(sorted(layers)),
+        init_from=path,
+        **experts,
+    )
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json; raise UserError if it is not plain LoRA."""
     if not folder.is_dir():
         raise UserError(
             f"{folder}: no such folder; give the folder of an adapter or a run" + did_you_mean_folder(folder)
@@ -82,12 +89,105 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: is not a PEFT adapter: {ADAPTER_CONFIG} is missing")
     if not (folder / ADAPTER).is_file():
         raise UserError(f"{folder}: has no {ADAPTER} (pickled adapters are never loaded)")
-    settings = read_json(folder / ADAPTER_CONFIG)
-    for key, allowed in _SUPPORTED.items():
-        if settings.get(key, allowed[0]) not in allowed:
-            reason = f"only plain LoRA is supported, {allowed[0]!r}"
-            raise UserError(f"{folder}: {key} is {settings[key]!r}; {reason}")
-    with naming(folder):
-        experts_of_settings(settings)
-        check_patterns(without_experts(settings))
-    return settings
+    return read_json(folder / ADAPTER_CONFIG)
+
+
+def _modules(file: Path) -> list[Module]:
+    """Return the linears of transformers' model of which the file has an A."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            names = [name.removeprefix(PEFT_PREFIX) for name in tensors.keys()]  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    ending = ".lora_A.weight"
+    modules = [name.removesuffix(ending) for name in names if name.endswith(ending)]
+    return [named_module(name) for name in modules if ".experts" not in name]
+
+
+def _check_types(settings: dict[str, Any]) -> None:
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
+
+    rank, alpha, dropout = settings.get("r"), settings.get("lora_alpha"), settings.get("lora_dropout") or 0.0
+    if not is_number(rank) or not isinstance(rank, int) or not is_number(alpha):
+        raise UserError(f"r and lora_alpha must be numbers, got {rank!r} and {alpha!r}")
+    if not is_number(dropout):
+        raise UserError(f"lora_dropout must be a number, got {dropout!r}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = settings.get(field) or {}
+        if not isinstance(patterns, dict) or not all(map(is_number, patterns.values())):
+            raise UserError(f"{field} must be an object of numbers, got {patterns!r}")
+        if odd := [key for key in patterns if not re.fullmatch(r"[\w.^$\\-]+", key)]:
+            raise UserError(f"{field} must name linears, got the pattern {odd[0]!r}")  # may take forever
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "target_parameters"):
+        value = settings.get(field) or []
+        is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if not is_list and not (isinstance(value, str) and field != "target_parameters"):
+            raise UserError(f"{field} must be a list of names, got {value!r}")
+    if odd := [each for each in _listed(settings.get("layers_pattern")) if not re.fullmatch(r"[\w.]*", each)]:
+        raise UserError(f"layers_pattern must name a list of layers, got the pattern {odd[0]!r}")
+    layers = settings.get("layers_to_transform")
+    if not isinstance(layers, list | int | None) or any(type(n) is not int for n in _listed(layers)):
+        raise UserError(f"layers_to_transform must be a list of numbers of layers, got {layers!r}")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _targets(settings: dict[str, Any], modules: list[Module]) -> tuple[set[str], bool]:
+    """Return the linears with an adapter, by the last part of their names, with those of target_modules that
+    have no tensor; and True if the fields say nothing of layers. Raise UserError if target_modules is a list
+    that does not select a tensor's linear."""
+    targets, opening = settings.get("target_modules"), r".*\.language_model\..*\.("
+    if isinstance(targets, str) and targets.startswith(opening) and targets.endswith(")"):
+        targets = targets.removeprefix(opening).removesuffix(")").split("|")  # as peft_names.py writes it
+    if not modules:
+        raise UserError(f"{ADAPTER} has no adapter of a linear; target_modules are {targets!r}")
+    parts, excluded = {m.part for m in modules}, settings.get("exclude_modules")
+    if not isinstance(targets, list) or isinstance(excluded, str):
+        return parts, False  # a pattern of a stranger may take forever
+    selected = set(select({**settings, "target_modules": targets}, modules, ()).modules)
+    if odd := [m.names[0] for m in modules if m not in selected]:
+        raise UserError(f"target_modules {targets} are not those of the tensors, which have {odd[0]} too")
+    layers = any(re.search(r"\d+\.", each) for each in targets) or _listed(
+        settings.get("layers_to_transform")
+    )
+    listed = set() if excluded else {each.rpartition(".")[2] for each in targets}
+    return parts | listed, not (layers or excluded)
+
+
+def _factor(settings: dict[str, Any], rank: int) -> float:
+    """Return alpha of an AdapterConfig over lora_alpha."""
+    return math.sqrt(rank) if settings.get("use_rslora") else 1.0
+
+
+def _parts(module: Module) -> tuple[str, ...]:
+    return _FUSED.get(module.part, (module.part,))
+
+
+def _rank_and_alpha(settings: dict[str, Any], modules: list[Module]) -> tuple[int, float]:
+    """Return rank and alpha of an AdapterConfig. Linears stored as one may have a multiple of both
+    (peft_names.py); raise UserError for other differences."""
+    ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
+    usual, is_stable = (settings["r"], settings["lora_alpha"]), bool(settings.get("use_rslora"))
+
+    def numbers(module: Module) -> tuple[Any, Any]:
+        name = module.names[0]
+        return pattern_value(ranks, name, usual[0]), pattern_value(alphas, name, usual[1])
+
+    def is_multiple(module: Module, rank: Any, alpha: Any) -> bool:
+        counts = range(1, 2 if is_stable else len(_parts(module)) + 1)
+        return numbers(module) in [(n * rank, n * alpha) for n in counts]
+
+    alone = next((m for m in modules if len(_parts(m)) == 1), None)
+    candidates = [numbers(alone)] if alone is not None else [usual, numbers(modules[0])]
+    for rank, alpha in candidates:
+        if all(is_multiple(m, rank, alpha) for m in modules):
+            return rank, float(alpha) * _factor(settings, rank)
+    odd = next(m for m in modules if not is_multiple(m, *candidates[0]))
+    got = " and ".join(map(repr, numbers(odd)))
+    raise UserError(
+        f"rank_pattern and alpha_pattern must give the other ranks of linears stored as one, got {got} for"
+        f" {odd.names[0]}"
+    )

@@ -39,12 +39,8 @@ def load_transformers_model(
 ) -> TransformersModel:
     """Return the model with the linears of its layers in `format` and the rest in `compute`. Codes that
     a quantized checkpoint has in `format` are taken as they are, others are decoded."""
-    config = transformers_config(source)
+    model = _meta_model(source, compute)
     checkpoint = with_layout(SafetensorsFolder(source.path))
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        auto = AutoModelForCausalLM if type(config) in TEXT_MODELS else AutoModelForImageTextToText
-        model = auto.from_config(config, dtype=compute).eval().requires_grad_(False)
     compute_buffers(model, device)
     weights = StreamedWeights(model, checkpoint)
     linears = _replace_linears(model, compute, device)
@@ -68,23 +64,44 @@ def load_transformers_model(
     return policy
 
 
+def linear_names(source: ModelSource) -> list[str]:
+    """Return the names of the linears that may have an adapter; no weights are read."""
+    return [name for name, _ in _layer_linears(_meta_model(source, torch.float32))]
+
+
+def _meta_model(source: ModelSource, compute: torch.dtype) -> PreTrainedModel:
+    config = transformers_config(source)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        auto = AutoModelForCausalLM if type(config) in TEXT_MODELS else AutoModelForImageTextToText
+        return auto.from_config(config, dtype=compute).eval().requires_grad_(False)
+
+
 def _replace_linears(
     model: PreTrainedModel, compute: torch.dtype, device: torch.device
 ) -> dict[str, SequenceLinear]:
     """Put an empty SequenceLinear in the place of each linear of a layer of the language model; return them
     by name. Linears for images and sound stay as they are: nothing runs them."""
+    linears: dict[str, SequenceLinear] = {}
+    for name, module in _layer_linears(model):
+        k, n, has_bias = module.in_features, module.out_features, module.bias is not None
+        linears[name] = SequenceLinear(k, n, has_bias=has_bias, compute=compute, device=device)
+        model.set_submodule(name, linears[name])
+    return linears
+
+
+def _layer_linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    """Return each linear of a layer of the language model with its name."""
     lists = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
     language = set(model.get_decoder().modules())
-    linears: dict[str, SequenceLinear] = {}
-    for name, module in list(model.named_modules()):
+    linears = []
+    for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if module not in language or last in _UNPACKED or not name.startswith(lists):
             continue
         is_product = type(module).__name__ in _SAME_PRODUCT
         if isinstance(module, nn.Linear) and (is_product or type(module).forward is nn.Linear.forward):
-            k, n, has_bias = module.in_features, module.out_features, module.bias is not None
-            linears[name] = SequenceLinear(k, n, has_bias=has_bias, compute=compute, device=device)
-            model.set_submodule(name, linears[name])
+            linears.append((name, module))
     return linears
 
 
