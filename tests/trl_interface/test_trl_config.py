@@ -418,3 +418,15 @@ def test_what_cannot_be_done_is_refused_by_name(tmp_path):
         config(plain, [{"prompt": "a", "data": b"x"}])
     with pytest.raises(UserError, match="vision models are not supported"):
         config(plain, [{"prompt": "a", "image": "x"}])
+    for kind in ("image", "video", "audio"):
+        prompt = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "a"}]}]
+        with pytest.raises(UserError, match=f"^train_dataset: a block of type {kind}: only texts"):
+            config(plain, [{"prompt": prompt}])
+
+
+def test_blocks_of_texts_are_texts(tmp_path):
+    blocks = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    rows = [{"prompt": [{"role": "user", "content": blocks}], "blocks": blocks, "numbers": [1, 2]}] * 4
+    made = config(GRPOConfig(str(tmp_path), max_steps=1), rows)
+    (first, *_) = map(json.loads, Path(made.task.name).read_text().splitlines())
+    assert first == {"prompt": [{"role": "user", "content": "a b"}], "blocks": blocks, "numbers": [1, 2]}

@@ -101,7 +101,7 @@ REFUSED = {
     "grpo_images": (SHORT, "train_dataset has a column 'image': vision models are not supported"),
     "browser images": (
         "--images",
-        "the tool (click|noop) returned a block of type image: results must be texts",
+        "the tool (click|noop) returned a block of type image: only texts",
     ),
     "sft_images": ("", "data_collator is not supported"),
     "sft_images prepared": ("--skip-prepare", "dataset_kwargs = .* is not supported"),

@@ -251,8 +251,8 @@ class Camera:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("block", "the tool look returned a block of type image: results must be texts"),
-        ("picture", r"the tool look returned <PIL.Image.Image .* at 0x\w+>: results must be texts"),
+        ("block", "the tool look returned a block of type image: only texts are supported"),
+        ("picture", r"the tool look returned <PIL.Image.Image .* at 0x\w+>: only texts are supported"),
         ("nested", r"the tool look returned .* at 0x\w+>"),
         ("audio", "the tool look returned a block of type audio"),
         ("object", r"the tool look returned <object object at 0x\w+>"),

@@ -30,12 +30,12 @@ from qerl.tasks.event_loop import InvalidReturn
 from qerl.tasks.scoring import NOT_SUPPORTED, Failure, awaited, failure_of, name_of
 from qerl.tasks.worker_pool import WorkerPool
 from qerl.tasks.worker_process import WorkerLost
+from qerl.trl.data import are_blocks, joined
 
 Reward = Callable[..., Any]
 _NOT_TOOLS = ("reset", "get_reward", "close")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
 _MAKE_S = 120.0
-_TEXTS = "results must be texts, as vision models are not supported"
 _FEWER = (
     "lower per_device_train_batch_size * steps_per_generation, or set"
     " base=RunConfig(task=TaskConfig(environment=EnvironmentConfig(max_environments=...)))"
@@ -71,17 +71,14 @@ def result_text(name: str, result: Any) -> str:
     """Return what a tool or reset returned as a text: content blocks of texts are joined.
 
     InvalidReturn for images and other objects that have no text but their memory address."""
-    is_blocks = isinstance(result, list) and all(isinstance(b, Mapping) and "type" in b for b in result)
-    blocks = result if is_blocks else []
-    for block in blocks:
-        kind = str(block["type"])
-        if kind != "text":
-            raise InvalidReturn(NOT_SUPPORTED, f"{name} returned a block of type {kind}: {_TEXTS}")
-    if blocks:
-        return "".join(str(block.get("text", "")) for block in blocks)
+    if are_blocks(result):
+        try:
+            return joined(result)
+        except UserError as error:
+            raise InvalidReturn(NOT_SUPPORTED, f"{name} returned {error}") from None
     text = str(result)
     if not isinstance(result, str) and _ADDRESS.search(text):
-        raise InvalidReturn(NOT_SUPPORTED, f"{name} returned {text[:80]}: {_TEXTS}")
+        raise InvalidReturn(NOT_SUPPORTED, f"{name} returned {text[:80]}: only texts are supported")
     return text
 
 
