@@ -12,6 +12,7 @@ import torch
 import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
+from test_trl_config import NEEDS, OF_THE_TRAINER, VALUES
 from test_trl_trainer import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -126,6 +127,42 @@ def test_the_config_says_here_what_it_says_there(model, tmp_path):
     trainer = SFTTrainer(model, arguments(tmp_path), train_dataset=CHATS, base=base)
     assert (trainer.config.model.format, trainer.config.max_mismatch) == ("fp8", 0.5)
     assert trainer.config.noise.schedule == "none"
+
+
+OWN_VALUES = {
+    "max_length": 32,
+    "packing": True,
+    "assistant_only_loss": True,
+    "completion_only_loss": False,
+    "dataset_text_field": "question",
+    "chat_template_path": "mine.jinja",
+    "eos_token": "<|im_start|>",
+}
+SHARED_VALUES = {name: VALUES[name] for name in names(TrainFields) & {*VALUES}}
+OWN_ROWS = {
+    "completion_only_loss": [{"prompt": f"{i}", "completion": "a"} for i in range(4)],
+    "dataset_text_field": [{"text": f"{i} a", "question": f"{i} b"} for i in range(4)],
+}
+
+
+def test_every_mapped_field_is_tried_below():
+    mapped = names(SFTConfig) - names(SFTIgnoredFields) - names(SFTRefusedFields)
+    assert mapped == {*OWN_VALUES, *SHARED_VALUES} | (OF_THE_TRAINER & names(TrainFields))
+
+
+@pytest.mark.parametrize("field", sorted({*OWN_VALUES, *SHARED_VALUES}))
+def test_a_mapped_field_changes_the_run(field, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    value, rows = (OWN_VALUES | SHARED_VALUES)[field], OWN_ROWS.get(field, CHATS)
+    needs = {"output_dir": "out"} | ({} if field not in SHARED_VALUES else NEEDS.get(field, {}))
+    needs |= {"lr_scheduler_kwargs": {"min_lr": 1e-8}} if field == "lr_scheduler_kwargs" else {}
+    needs.pop("num_generations", None)
+    before, after = (
+        SFTTrainer(model, SFTConfig(**needs | more), train_dataset=rows, eval_dataset=rows[:1]).config
+        for more in ({}, {field: value})
+    )
+    assert before != after
 
 
 def test_a_template_and_an_end_of_sequence_are_those_of_the_config(model, tmp_path):
