@@ -85,6 +85,17 @@ def test_a_run_learns_from_episodes_and_tells_of_broken_ones(unbroken, files):
     assert {sample["num_tokens"] > 0 for sample in samples} == {True}
 
 
+def test_a_run_of_which_most_episodes_fail_ends_with_an_error(files):
+    path = files / "fails.py"
+    path.write_text(AGENT.replace('if row["answer"] == "7"', "if got.choices[0].token_ids[0] % 4"))
+    given = arguments(files, files / "fails")
+    given[given.index("--agent") + 1] = f"{path}:agent"
+    process = tiny_run.started(*given)
+    _, errors = process.communicate(timeout=120)
+    wanted = r"\d+ of \d+ episodes have failed: .*raised ValueError: agent: seven"
+    assert process.returncode == 1 and re.search(wanted, errors.strip().splitlines()[-1]), errors
+
+
 def first_step(out):
     """Return the model's answers in the first step: later ones depend on the last bits of its logprobs, and
     so on which requests happened to be computed together."""

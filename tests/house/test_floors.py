@@ -52,7 +52,7 @@ SIZES = {  # lines of each package when it was last looked at
     "tasks": 7064,
     "tracking": 3185,
     "training": 4374,
-    "trl": 1912,
+    "trl": 2280,
 }
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")

@@ -75,6 +75,16 @@ def test_loss_and_gradient_norm_are_means_over_the_updates(groups):
         assert both[name] == pytest.approx(fmean(half[name] for half in halves), rel=1e-5)
 
 
+def test_more_updates_than_prompts_split_the_groups(groups):
+    samples_G = [replace(s, sample_index=g) for g, s in enumerate(groups[0].samples_G)]
+    groups, rate, size = [replace(groups[0], samples_G=samples_G)], {"learning_rate": 1e-30}, len(samples_G)
+    samples = [[replace(groups[0], samples_G=[s], num_sampled=1)] for s in samples_G]
+    alone = [tiny_learner().step(each) for each in samples]
+    split = tiny_learner(learn={"updates_per_step": size} | rate, num_prompts=1).step(groups)
+    for name in ("loss", "grad_norm"):
+        assert split[name] == pytest.approx(fmean(each[name] for each in alone), rel=1e-5)
+
+
 def test_importance_weights_and_the_share_that_was_capped_are_seen(groups):
     config = run_config({"importance_cap": 0.9})
     before = plain.logprobs(config, tiny_decoder(), groups)

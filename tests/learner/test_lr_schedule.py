@@ -35,6 +35,16 @@ def test_the_linear_decay_falls_by_the_same_amount_from_the_peak_and_ends_above_
     assert got == pytest.approx([2 / 3, 4 / 3, *(2.0 * left / 10 for left in range(10, 0, -1))])
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_the_decay_ends_at_the_minimum(schedule):
+    whole, part = (
+        rates(8, warmup_ratio=0.25, lr_scheduler_type=schedule, min_lr_ratio=low) for low in (0.0, 0.25)
+    )
+    assert part == pytest.approx([*whole[:2], *(0.5 + 0.75 * rate for rate in whole[2:])])
+    learn = LearnConfig(learning_rate=2.0, lr_scheduler_type=schedule, min_lr_ratio=0.25)
+    assert learning_rate(8, num_updates=8, learn=learn) == 0.5
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_a_run_of_one_update_learns(schedule):
     assert rates(1, warmup_ratio=0.1, lr_scheduler_type=schedule) == [2.0]

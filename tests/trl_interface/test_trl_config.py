@@ -68,6 +68,7 @@ VALUES = {
     "output_dir": "elsewhere",
     "learning_rate": 3e-5,
     "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.3},
     "warmup_steps": 3,
     "warmup_ratio": 0.2,
     "optim": "paged_adamw_8bit",
@@ -121,6 +122,7 @@ NEEDS = {
     "steps_per_generation": {"num_generations": 2, "max_steps": 8},
     "gradient_accumulation_steps": {"num_generations": 4},
     "importance_sampling_level": {"loss_type": "grpo"},
+    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr"},
     "eval_steps": {"eval_strategy": "steps"},
 }
 OF_VLLM = {
@@ -146,8 +148,9 @@ def test_a_mapped_field_changes_the_run(field, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     value = (VALUES | OF_VLLM)[field]
     needs = {"output_dir": "out"} | NEEDS.get(field, {}) | ({"use_vllm": True} if field in OF_VLLM else {})
+    before = {"lr_scheduler_kwargs": {"min_lr": 1e-8}} if field == "lr_scheduler_kwargs" else {}
     plain, changed = (
-        config(GRPOConfig(**needs | more), eval_dataset=ROWS[:3]) for more in ({}, {field: value})
+        config(GRPOConfig(**needs | more), eval_dataset=ROWS[:3]) for more in (before, {field: value})
     )
     assert plain != changed
 
@@ -260,11 +263,55 @@ def test_one_generation_for_several_updates(tmp_path):
             {"gradient_accumulation_steps": 3},
             "must be a multiple of gradient_accumulation_steps \\(3\\), got 4",
         ),
-        ({"num_generations": 32, "gradient_accumulation_steps": 1}, "would split groups"),
         ({"num_generations": 3}, "must be a multiple of num_generations \\(3\\), got 32"),
     ):
         with pytest.raises(UserError, match=message):
             config(dataclasses.replace(args, **change))
+
+
+def test_an_update_may_have_a_part_of_a_group(tmp_path):
+    args = GRPOConfig(
+        str(tmp_path), per_device_train_batch_size=1, generation_batch_size=4, num_generations=4, max_steps=8
+    )
+    made = config(args)
+    assert (made.num_prompts, made.learn.updates_per_step, made.num_steps) == (1, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "expected"),
+    [
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, ("cosine", 0.1)),
+        ("cosine_with_min_lr", {"min_lr": 5e-6, "num_cycles": 0.5}, ("cosine", 0.5)),
+        ("polynomial", {"lr_end": 1e-6, "power": 1.0}, ("linear", 0.1)),
+        ("polynomial", None, ("linear", 0.01)),
+        ("linear", {}, ("linear", 0.0)),
+        ("constant_with_warmup", None, ("constant", 0.0)),
+    ],
+)
+def test_arguments_of_the_schedule_are_its_lowest_rate(schedule, options, expected, tmp_path):
+    more = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "learning_rate": 1e-5}
+    learn = config(GRPOConfig(str(tmp_path), max_steps=1, **more)).learn
+    assert (learn.lr_scheduler_type, learn.min_lr_ratio) == (expected[0], pytest.approx(expected[1]))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        (
+            "cosine",
+            {"num_cycles": 2},
+            r"lr_scheduler_kwargs\['num_cycles'\] = 2 is not supported: cosine has 0.5",
+        ),
+        ("polynomial", {"power": 2.0}, r"lr_scheduler_kwargs\['power'\] = 2.0 is not supported"),
+        ("linear", {"min_lr": 1e-7}, r"lr_scheduler_kwargs\['min_lr'\] = 1e-07 is not supported; remove it"),
+        ("cosine_with_min_lr", None, "cosine_with_min_lr needs either min_lr or min_lr_rate"),
+        ("cosine_with_min_lr", {"min_lr": 1.0}, "the lowest rate must be between 0 and learning_rate"),
+    ],
+)
+def test_other_arguments_of_the_schedule_are_refused_by_name(schedule, options, message, tmp_path):
+    args = GRPOConfig(str(tmp_path), max_steps=1, lr_scheduler_type=schedule, lr_scheduler_kwargs=options)
+    with pytest.raises(UserError, match=message):
+        config(args)
 
 
 def test_shares_of_the_steps(tmp_path):
@@ -348,7 +395,7 @@ def test_peft_lora_without_targets_has_those_of_peft(tmp_path):
 
 def test_what_cannot_be_done_is_refused_by_name(tmp_path):
     plain = GRPOConfig(str(tmp_path), max_steps=1)
-    for field, value in (("lr_scheduler_type", "polynomial"), ("loss_type", "vespo"), ("optim", "sgd")):
+    for field, value in (("lr_scheduler_type", "inverse_sqrt"), ("loss_type", "vespo"), ("optim", "sgd")):
         with pytest.raises(UserError, match=f"^{field} must be one of .*, got {value}$"):
             config(dataclasses.replace(plain, **{field: value}))
     with pytest.raises(UserError, match=r"generation_kwargs\['num_beams'\] is not supported"):
@@ -369,3 +416,15 @@ def test_what_cannot_be_done_is_refused_by_name(tmp_path):
         config(plain, [{"prompt": "a", "data": b"x"}])
     with pytest.raises(UserError, match="vision models are not supported"):
         config(plain, [{"prompt": "a", "image": "x"}])
+    for kind in ("image", "video", "audio"):
+        prompt = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "a"}]}]
+        with pytest.raises(UserError, match=f"^train_dataset: a block of type {kind}: only texts"):
+            config(plain, [{"prompt": prompt}])
+
+
+def test_blocks_of_texts_are_texts(tmp_path):
+    blocks = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    rows = [{"prompt": [{"role": "user", "content": blocks}], "blocks": blocks, "numbers": [1, 2]}] * 4
+    made = config(GRPOConfig(str(tmp_path), max_steps=1), rows)
+    (first, *_) = map(json.loads, Path(made.task.name).read_text().splitlines())
+    assert first == {"prompt": [{"role": "user", "content": "a b"}], "blocks": blocks, "numbers": [1, 2]}

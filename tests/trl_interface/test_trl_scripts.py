@@ -1,9 +1,10 @@
 """Scripts written for TRL run after a change of their import, on a tiny model with local rows.
 
 TRL's source package has no examples/. The scripts in scripts/ have the shapes of those examples, in words of
-their own: their fields, data sets, parsers, rewards, tools and environments; trl/scripts/grpo.py and sft.py
-are of TRL. A script's hub ids of models are replaced by a folder, load_dataset and HfApi by stand-ins. With
-TRL's source,
+their own: their fields, data sets, parsers, rewards, tools and environments; trl/scripts/grpo.py, sft.py and
+dpo.py are of TRL. OF_TRL says which of TRL's scripts each one stands for, REFUSED what is refused. Hub ids
+of models are replaced by a folder; load_dataset, HfApi, loggers and servers by stand-ins. A token in three
+of the tiny model's vocabulary is a whole tool call. With TRL's source,
 
     python tests/trl_interface/test_trl_scripts.py CHECKOUT/examples/scripts/grpo_agent.py --max_steps 2 ...
 
@@ -22,6 +23,7 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
+from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 import tiny_run
 
@@ -31,11 +33,18 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
-OWN = "GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer"
+OWN = re.compile(r"(?!Model|Script|Dataset)\w+(Config|Trainer)")
+CALLS = {
+    **{"click": {"bid": "13"}, "noop": {}, "guess": {"guess": "[crane]"}, "move": {"direction": "left"}},
+    **{"stay": {}, "place": {"row": 1, "col": 2, "number": 3}, "query": {"sql": "select 1"}},
+    **{"bash": {"command": "ls"}, "observe": {}, "lane_change": {"direction": "left"}},
+}
+NUM_CALLS = 12
 SHORT = (
     "--max_steps 2 --max_completion_length 8 --logging_steps 1 --model_name_or_path MODEL --output_dir out "
 )
 GSM8K = SHORT + "--dataset_name openai/gsm8k --dataset_config main "
+THINKING = "--model_name_or_path MODEL --dataset_name HuggingFaceH4/Multilingual-Thinking "
 RUNS = {
     "gsm8k": GSM8K + "--learning_rate 1e-5",
     "gsm8k peft": GSM8K + "--use_peft --lora_r 4 --eval_strategy steps --eval_steps 1 --push_to_hub True"
@@ -55,6 +64,26 @@ RUNS = {
     "stream": "",
     "kl_notebook": "",
     "continue_peft": "--steps 2",
+    "wordle": "",
+    "carla": "--env-urls road-1 road-2",
+    "catch": "--model MODEL",
+    "sudoku": "--use-lora",
+    "browser": "",
+    "harbor": "",
+    "sft_gpt_oss": THINKING
+    + "--output_dir oss --packing true packing_strategy wrapped --run_name eager --dtype float32"
+    " --attn_implementation eager"
+    " --dataset_num_proc 12 --gradient_checkpointing --max_length 256 --per_device_train_batch_size 2"
+    " --num_train_epochs 1 --logging_steps 1 --warmup_ratio 0.03 --lr_scheduler_type cosine_with_min_lr"
+    ' --report_to trackio --seed 42 --lr_scheduler_kwargs {"min_lr_rate":0.1}',
+    "sft_gemma3": "",
+    "sft_nemotron": THINKING
+    + "--output_dir nemotron --dtype bfloat16 --attn_implementation eager --max_length 128"
+    " --per_device_train_batch_size 1"
+    " --gradient_accumulation_steps 4 --num_train_epochs 1 --learning_rate 2e-4 --optim paged_adamw_8bit"
+    " --logging_steps 10 --report_to trackio --use_peft --lora_r 8 --lora_alpha 16"
+    " --lora_target_modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",
+    "sft_tools": "",
     "trl/scripts/grpo.py": SHORT + "--dataset_name trl-lib/DeepMath-103K --use_peft --push_to_hub True"
     " --lora_r 4 --reward_funcs think_format_reward get_soft_overlong_punishment",
     "trl/scripts/sft.py": "--model_name_or_path MODEL --output_dir out --dataset_name trl-lib/Capybara"
@@ -62,6 +91,52 @@ RUNS = {
     " --eval_strategy steps --eval_steps 1 --logging_steps 1 --push_to_hub True --report_to none",
 }
 """Arguments by the script's name; MODEL stands for the tiny model's folder."""
+REFUSED = {
+    "nemo_gym": ("", "rollout_func is not supported"),
+    "maxrl": (SHORT, "scale_rewards must be one of group, batch, none, got mean"),
+    "trl/scripts/dpo.py": (
+        "--model_name_or_path MODEL --dataset_name trl-lib/ultrafeedback --output_dir dpo",
+        "DPOConfig of TRL is not supported",
+    ),
+    "grpo_images": (SHORT, "train_dataset has a column 'image': vision models are not supported"),
+    "browser images": (
+        "--images",
+        "the tool (click|noop) returned a block of type image: only texts",
+    ),
+    "sft_images": ("", "data_collator is not supported"),
+    "sft_images prepared": ("--skip-prepare", "dataset_kwargs = .* is not supported"),
+}
+"""Arguments, and the line with which a script ends."""
+OF_TRL = {
+    "grpo_2048": "game",
+    "grpo_agent": "agent",
+    "gspo": "gspo",
+    "maxrl": "maxrl",
+    "openenv/browsergym_llm": "browser",
+    "openenv/carla": "carla",
+    "openenv/catch": "catch",
+    "openenv/echo": "echo",
+    "openenv/multi_env": "multi_game",
+    "openenv/sudoku": "sudoku",
+    "openenv/wordle": "wordle",
+    "harbor/data_agent": "harbor",
+    "nemo_gym/train_multi_environment": "nemo_gym",
+    "sft": "trl/scripts/sft.py",
+    "sft_gpt_oss": "sft_gpt_oss",
+    "sft_gemma3": "sft_gemma3",
+    "sft_nemotron_3": "sft_nemotron",
+    "sft_tiny_aya_tool_calling": "sft_tools",
+    "dpo": "trl/scripts/dpo.py",
+    "trl/scripts/grpo.py": "trl/scripts/grpo.py",
+}
+"""TRL's example scripts without images of GRPOTrainer, SFTTrainer and DPOTrainer, by what stands for each."""
+WITH_IMAGES = {
+    **dict.fromkeys(("grpo_vlm", "gspo_vlm"), "grpo_images"),
+    **dict.fromkeys(("openenv/browsergym", "openenv/carla_vlm", "openenv/carla_vlm_gemma"), "browser images"),
+    **dict.fromkeys(("sft_vlm_smol_vlm",), "sft_images"),
+    **dict.fromkeys(("sft_vlm", "sft_vlm_gemma3", "sft_video_llm"), "sft_images prepared"),
+    **dict.fromkeys(("dpo_vlm", "mpo_vlm"), "trl/scripts/dpo.py"),
+}
 QUESTIONS = [{"question": f"Does {i} and {i} make {2 * i}?", "answer": f"so #### {2 * i}"} for i in range(24)]
 ROWS = {
     "openai/gsm8k": QUESTIONS,
@@ -79,6 +154,28 @@ ROWS = {
         }
         for row in QUESTIONS
     ],
+    "open-r1/codeforces-cots": [
+        {
+            "prompt": "x",
+            "id": i,
+            "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
+        }
+        for i in range(24)
+    ],
+    "HuggingFaceH4/Multilingual-Thinking": [
+        {
+            "reasoning_language": "German",
+            "messages": [
+                {"role": "user", "content": row["question"], "thinking": None},
+                {"role": "assistant", "content": row["answer"], "thinking": "Hm."},
+            ],
+        }
+        for row in QUESTIONS
+    ],
+    "bebechien/SimpleToolCalling": [
+        {"tool_name": "search", "tool_arguments": '{"query": "a"}', "user_content": f"Find {i}."}
+        for i in range(24)
+    ],
     "mixed/tasks": [{"prompt": f"Task {i}:", "task": ("math", "code")[i % 2]} for i in range(24)],
 }
 
@@ -88,13 +185,14 @@ def changed_import(source, model):
 
     def split(match):
         names = re.findall(r"\w+", match[2])
-        ours, theirs = ([n for n in names if (n in OWN) is own] for own in (True, False))
+        ours, theirs = ([n for n in names if bool(OWN.fullmatch(n)) is own] for own in (True, False))
         lines = [f"from qerl.trl import {', '.join(ours)}"] * bool(ours)
         lines += [f"from trl import {', '.join(theirs)}"] * bool(theirs)
         return "\n".join(match[1] + line for line in lines)
 
     source = re.sub(r"^( *)from trl import (\([^)]*\)|[^\n]*)", split, source, flags=re.M)
-    return re.sub(r'"Qwen/[^"]*"', repr(model), source)
+    source = source.replace('"google/gemma-3-12b-it"', repr(f"{model}/gemma3"))
+    return re.sub(r'"(Qwen|CohereLabs)/[^"]*"', repr(model), source)
 
 
 def load_dataset(path, name=None, *, split=None, streaming=False, **options):
@@ -107,6 +205,15 @@ def load_dataset(path, name=None, *, split=None, streaming=False, **options):
         return [load_dataset(path, split=one) for one in split]
     rows = made[split.partition("[")[0]]
     return rows.to_iterable_dataset() if streaming else rows
+
+
+class SilentLogger(types.ModuleType):
+    """The module trackio, of which a run calls init, log and finish."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **options: self
 
 
 class SilentHub:
@@ -124,6 +231,8 @@ def run(source, arguments, model, folder):
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     datasets.load_dataset, huggingface_hub.HfApi = load_dataset, SilentHub
+    sys.modules["trackio"] = SilentLogger("trackio")
+    sys.path.insert(0, str(HERE / "scripts"))
     os.chdir(folder)
     script = folder / "script.py"
     script.write_text(changed_import(source, model))
@@ -132,9 +241,26 @@ def run(source, arguments, model, folder):
 
 
 def write_model(folder):
-    tiny_run.write_model(folder, ff_width=128, max_positions=1024)
+    vocab_size = 258 + NUM_CALLS * len(CALLS)
+    tiny_run.write_model(folder, ff_width=128, max_positions=1024, vocab_size=vocab_size)
     (folder / "chat_template.jinja").write_text(CHATML)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    calls = [json.dumps({"name": name, "arguments": given}) for name, given in CALLS.items()]
+    spaces = [" " * n for n in range(1, NUM_CALLS + 1)]
+    tokenizer.add_tokens([f"<tool_call>{space}{call}</tool_call>" for call in calls for space in spaces])
+    tokenizer.save_pretrained(folder)
+    write_gemma3(folder / "gemma3", tokenizer, vocab_size)
     return str(folder)
+
+
+def write_gemma3(folder, tokenizer, vocab_size):
+    text = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    text |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": vocab_size}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -142,19 +268,42 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_script_runs_with_its_import_changed(name, model, tmp_path):
+def finished(name, arguments, model, folder):
+    """Run the script and return (exit code, stdout, stderr)."""
     trl = pytest.importorskip("trl")
     is_trls = name.startswith("trl/")
     path = Path(trl.__file__).parents[1] / name if is_trls else HERE / "scripts" / f"{name.split()[0]}.py"
-    process = tiny_run.Forked(lambda: run(path.read_text(), RUNS[name].split(), model, tmp_path))
-    out, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors[-3000:]
-    (metrics,) = tmp_path.glob("*/metrics.jsonl")
+    process = tiny_run.Forked(lambda: run(path.read_text(), arguments.split(), model, folder))
+    return process.communicate(timeout=240), process.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_script_runs_with_its_import_changed(name, model, tmp_path):
+    (out, errors), code = finished(name, RUNS[name], model, tmp_path)
+    assert code == 0, errors[-3000:]
+    folder = Path(model) if name == "sft_gemma3" else tmp_path
+    (metrics,) = (path for path in folder.glob("**/metrics.jsonl") if "checkpoints" not in path.parts)
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert steps and all("loss" in step or step["trained_samples"] >= 0 for step in steps)
-    assert ("pushed" in out) == ("--push_to_hub" in RUNS[name] or name == "qlora_notebook")
+    pushes = "--push_to_hub" in RUNS[name] or name in ("qlora_notebook", "sft_gemma3", "sft_tools")
+    assert ("pushed" in out) == pushes
+    assert sum(step.get("num_failed_episodes", 0) for step in steps) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_script_that_cannot_run_is_refused_in_one_line(name, model, tmp_path):
+    arguments, message = REFUSED[name]
+    (_, errors), code = finished(name, arguments, model, tmp_path)
+    last = errors.strip().splitlines()[-1]
+    assert code != 0 and re.search(rf"(UserError|ImportError): .*{message}", last), errors[-2000:]
+
+
+def test_trls_scripts_run_or_are_refused():
+    runs = [name for name, own in OF_TRL.items() if own in RUNS]
+    assert len(runs) == 17 and {*OF_TRL.values()} <= {*RUNS, *REFUSED}
+    assert {*WITH_IMAGES.values()} <= {*REFUSED}
 
 
 if __name__ == "__main__":

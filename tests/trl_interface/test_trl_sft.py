@@ -12,6 +12,7 @@ import torch
 import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
+from test_trl_config import NEEDS, OF_THE_TRAINER, VALUES
 from test_trl_trainer import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -128,6 +129,69 @@ def test_the_config_says_here_what_it_says_there(model, tmp_path):
     assert trainer.config.noise.schedule == "none"
 
 
+OWN_VALUES = {
+    "max_length": 32,
+    "packing": True,
+    "assistant_only_loss": True,
+    "completion_only_loss": False,
+    "dataset_text_field": "question",
+    "chat_template_path": "mine.jinja",
+    "eos_token": "<|im_start|>",
+}
+SHARED_VALUES = {name: VALUES[name] for name in names(TrainFields) & {*VALUES}}
+OWN_ROWS = {
+    "completion_only_loss": [{"prompt": f"{i}", "completion": "a"} for i in range(4)],
+    "dataset_text_field": [{"text": f"{i} a", "question": f"{i} b"} for i in range(4)],
+}
+
+
+def test_every_mapped_field_is_tried_below():
+    mapped = names(SFTConfig) - names(SFTIgnoredFields) - names(SFTRefusedFields)
+    assert mapped == {*OWN_VALUES, *SHARED_VALUES} | (OF_THE_TRAINER & names(TrainFields))
+
+
+@pytest.mark.parametrize("field", sorted({*OWN_VALUES, *SHARED_VALUES}))
+def test_a_mapped_field_changes_the_run(field, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    value, rows = (OWN_VALUES | SHARED_VALUES)[field], OWN_ROWS.get(field, CHATS)
+    needs = {"output_dir": "out"} | ({} if field not in SHARED_VALUES else NEEDS.get(field, {}))
+    needs |= {"lr_scheduler_kwargs": {"min_lr": 1e-8}} if field == "lr_scheduler_kwargs" else {}
+    needs.pop("num_generations", None)
+    before, after = (
+        SFTTrainer(model, SFTConfig(**needs | more), train_dataset=rows, eval_dataset=rows[:1]).config
+        for more in ({}, {field: value})
+    )
+    assert before != after
+
+
+def test_a_template_and_an_end_of_sequence_are_those_of_the_config(model, tmp_path):
+    own = AutoTokenizer.from_pretrained(model)
+    assert config(model, tmp_path, eos_token=own.eos_token).model.path == model
+    other = AutoTokenizer.from_pretrained(config(model, tmp_path, eos_token="<|im_start|>").model.path)
+    assert other.eos_token == "<|im_start|>" and other.chat_template == own.chat_template
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    path = tmp_path / "mine.jinja"
+    path.write_text(template)
+    made = AutoTokenizer.from_pretrained(config(model, tmp_path, chat_template_path=str(path)).model.path)
+    assert (made.chat_template, made.eos_token) == (template, own.eos_token)
+    made.chat_template = template.replace("[", "<")
+    made.save_pretrained(tmp_path / "source")
+    of_other = config(model, tmp_path, chat_template_path=str(tmp_path / "source")).model.path
+    assert AutoTokenizer.from_pretrained(of_other).chat_template == made.chat_template
+    made.add_special_tokens({"additional_special_tokens": ["<|mine|>"]})
+    made.chat_template = "<|mine|>" + template
+    made.save_pretrained(tmp_path / "source")
+    for more, message in (
+        ({"eos_token": "<eos>"}, "^eos_token: '<eos>' is not in the vocabulary"),
+        ({"chat_template_path": "no.jinja"}, "^chat_template_path: there is no file no.jinja"),
+        ({"chat_template_path": str(tmp_path / "none")}, "^chat_template_path: .* has no tokenizer"),
+        ({"chat_template_path": str(tmp_path / "source")}, r"the model has no token <\|mine\|>"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config(model, tmp_path, **more)
+
+
 @pytest.mark.parametrize("field", sorted(names(SFTRefusedFields)))
 def test_a_refused_field_is_named_with_what_to_do(field, model, tmp_path):
     args = arguments(tmp_path)
@@ -224,9 +288,13 @@ def test_it_trains_logs_evaluates_and_calls_callbacks_as_a_trainer_does(model, t
     )
     output = trainer.train()
     step_events = [("step_begin", 0), ("step_end", 1), ("save", 1), ("step_begin", 1), ("step_end", 2)]
-    assert recorder.events[:2] == [("init_end", 0), ("train_begin", 0)]
-    assert recorder.events[2:7] == step_events
-    assert recorder.events[7:10] == [("log", 2), ("evaluate", 2), ("log", 2)]
+    assert recorder.events[:3] == [("init_end", 0), ("train_begin", 0), ("epoch_begin", 0)]
+    assert recorder.events[3:8] == step_events
+    assert recorder.events[8:11] == [("log", 2), ("log", 2), ("evaluate", 2)]
+    assert [event for event in recorder.events if event[0] == "epoch_end"] == [
+        ("epoch_end", 3),
+        ("epoch_end", 4),
+    ]
     assert recorder.events[-2:] == [("save", 4), ("train_end", 4)]
     history, recorded = trainer.state.log_history, steps(tmp_path)
     assert [(entry["step"], "eval_loss" in entry) for entry in history] == [

@@ -1,17 +1,22 @@
 """Tools and environment_factory of TRL over qerl's environments."""
 
+import asyncio
+import dataclasses
 import json
 import random
+import re
 
 import pytest
+from PIL import Image
 
 import tiny_run
 from qerl.config import TaskConfig
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call
 from qerl.trl import GRPOConfig, GRPOTrainer
 from qerl.trl.tools import make_environment, with_tool_calls
+from qerl.types import Group, Prompt, Sample
 
 
 def add(left: int, right: int) -> int:
@@ -146,3 +151,167 @@ def test_what_cannot_be_done_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             GRPOTrainer("model", None, arguments(tmp_path), [{"prompt": "a"}] * 4, **more)
+
+
+class Seat:
+    """An environment of which there are as many as addresses."""
+
+    addresses = iter(())
+
+    def __init__(self):
+        self.address, self.num_resets = next(Seat.addresses), 0
+
+    def reset(self, **row) -> str:
+        self.num_resets += 1
+        return "begin"
+
+    def look(self) -> str:
+        """Look around."""
+        return f"{self.address} {self.num_resets}"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def looks(pool, keys):
+    replies = pool.play([Call("step", key, call("look")) for key in keys])
+    return [reply.messages[0]["content"] for reply in replies]
+
+
+def test_environments_are_made_once_and_reset_for_each_episode():
+    Seat.addresses = iter(["a", "b"])
+    environment, _ = make_environment([], Seat, [])
+    row = {"prompt": [{"role": "user", "content": "Go."}]}
+    with RewardPool(TaskConfig(), functions=[environment]) as pool:
+        for number in (1, 2, 3):
+            keys = [(number, 0), (number, 1)]
+            pool.play([Call("reset", key, row) for key in keys])
+            assert looks(pool, keys) == [f"a {number}", f"b {number}"]
+            pool.play([Call("close", key) for key in keys])
+        pool.play([Call("reset", (9, g), row) for g in range(2)])
+        (third,) = pool.play([Call("reset", (9, 2), row)])
+    assert third.cause == "not supported" and "has no more than 2 environments" in third.message
+    assert next(Seat.addresses) == "a"  # none was used up to learn of the tools
+
+
+def test_functions_that_are_not_async_may_run_a_loop_of_their_own():
+    class Road(Counter):
+        def __init__(self):
+            self.loop = asyncio.new_event_loop()
+
+        def reset(self, **row) -> str:
+            return self.loop.run_until_complete(self._later("begin"))
+
+        def look(self) -> str:
+            """Look around."""
+            return asyncio.run(self._later("road"))
+
+        async def wait(self) -> str:
+            """Wait."""
+            return await self._later("waited")
+
+        async def _later(self, text):
+            await asyncio.sleep(0)
+            return text
+
+    environment, _ = make_environment([], Road, [])
+    with RewardPool(TaskConfig(), functions=[environment]) as pool:
+        (opening,) = pool.play([Call("reset", (0, 0), {"prompt": "Go."})])
+        assert opening.messages == [{"role": "user", "content": "begin"}]
+        (reply,) = pool.play([Call("step", (0, 0), call("look") + call("wait"))])
+    assert [message["content"] for message in reply.messages] == ["road", "waited"]
+
+
+class Camera:
+    """Returns what no text can say."""
+
+    def reset(self, kind="text", **row):
+        self.kind = kind
+        return self.look() if kind.startswith("reset") else None
+
+    def look(self) -> list:
+        """Look around."""
+        image = Image.new("RGB", (4, 4))
+        return {
+            "text": [{"type": "text", "text": "a "}, {"type": "text", "text": "road"}],
+            "block": [{"type": "image", "image": image}, {"type": "text", "text": "road"}],
+            "picture": image,
+            "nested": {"view": [image]},
+            "audio": [{"type": "audio", "audio": b""}],
+            "object": object(),
+            "rows": [("a", 1)],
+            "reset block": [{"type": "image_url", "image_url": "x"}],
+            "reset text": [{"type": "text", "text": "begin"}],
+        }[self.kind]
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("block", "the tool look returned a block of type image: only texts are supported"),
+        ("picture", r"the tool look returned <PIL.Image.Image .* at 0x\w+>: only texts are supported"),
+        ("nested", r"the tool look returned .* at 0x\w+>"),
+        ("audio", "the tool look returned a block of type audio"),
+        ("object", r"the tool look returned <object object at 0x\w+>"),
+        ("reset block", "reset returned a block of type image_url"),
+    ],
+)
+def test_a_result_that_is_no_text_ends_the_run_by_name(kind, said):
+    environment, _ = make_environment([], Camera, [])
+    with RewardPool(TaskConfig(), functions=[environment]) as pool:
+        (reply,) = pool.play([Call("reset", (0, 0), {"prompt": "Go.", "kind": kind})])
+        if not kind.startswith("reset"):
+            (reply,) = pool.play([Call("step", (0, 0), call("look"))])
+        assert reply.cause == "not supported" and re.search(said, reply.message)
+        sample = Sample(tokens_T=[1], logprobs_T=[0.0], text="", finish="stop", version=0)
+        failed = dataclasses.replace(sample, failure=(reply.cause, reply.message))
+        prompt = Prompt(index=0, text="Go.", tokens_T=[1], columns={}, messages=None)
+        with pytest.raises(UserError, match=rf"^task\.rewards: Camera\.\w+: {said}"):
+            pool.score([Group(prompt=prompt, samples_G=[sample, failed])])
+
+
+def test_blocks_of_texts_and_other_values_are_texts():
+    environment, _ = make_environment([], Camera, [])
+    with RewardPool(TaskConfig(), functions=[environment]) as pool:
+        for kind, text in (("text", "a road"), ("rows", "[('a', 1)]")):
+            pool.play([Call("reset", (0, 0), {"prompt": "Go.", "kind": kind})])
+            (reply,) = pool.play([Call("step", (0, 0), call("look"))])
+            assert reply.messages == [{"role": "tool", "content": text}]
+        (reply,) = pool.play([Call("reset", (0, 0), {"prompt": "Go.", "kind": "reset text"})])
+        assert reply.messages == [{"role": "user", "content": "begin"}]
+
+
+def test_no_more_environments_exist_than_a_generation_of_trl_has_samples(model, tmp_path):
+    Seat.addresses = iter(["a", "b"])
+    args = arguments(
+        tmp_path,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        steps_per_generation=1,
+        gradient_accumulation_steps=4,
+    )
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(8)]
+    trainer = GRPOTrainer(model, args=args, train_dataset=rows, environment_factory=Seat)
+    assert trainer.config.num_prompts == 4 and trainer.config.task.environment.max_environments == 2
+    trainer.train()
+    assert [sample["reward"] for sample in samples(tmp_path)] == [1.0] * 16
+
+
+def test_a_run_in_which_most_episodes_fail_ends_with_an_error(model, tmp_path):
+    class Broken(Counter):
+        def reset(self, number=0, **row) -> str:
+            if number % 4:
+                raise ConnectionError("the server is gone")
+            return super().reset(**row)
+
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "number": i} for i in range(8)]
+    args = arguments(tmp_path, per_device_train_batch_size=32, max_steps=1)
+    trainer = GRPOTrainer(model, args=args, train_dataset=rows, environment_factory=Broken)
+    with pytest.raises(RunError, match=r"^24 of 32 episodes have failed: .*the server is gone"):
+        trainer.train()
+    trainer = GRPOTrainer(model, args=args, train_dataset=rows, environment_factory=Broken)
+    with pytest.raises(UserError, match=r"^evaluate: 24 of 32 episodes have failed"):
+        trainer.evaluate(rows)

@@ -203,11 +203,11 @@ def test_callbacks_are_called_as_by_a_trainer_and_the_state_keeps_the_logs(model
         ("step_end", 2),
         ("log", 2),
     ]
-    assert recorder.events[:2] == [("init_end", 0), ("train_begin", 0)]
-    assert recorder.events[2:8] == begin_end
-    assert recorder.events[8:] == [
+    assert recorder.events[:3] == [("init_end", 0), ("train_begin", 0), ("epoch_begin", 0)]
+    assert recorder.events[3:9] == begin_end
+    assert recorder.events[9:] == [
         *(("step_begin", 2), ("step_end", 3), ("step_begin", 3), ("step_end", 4), ("log", 4)),
-        *(("evaluate", 4), ("log", 4), ("save", 4), ("train_end", 4)),
+        *(("log", 4), ("evaluate", 4), ("epoch_end", 4), ("save", 4), ("train_end", 4)),
     ]
     assert (tmp_path / "checkpoints" / "step-000001").is_dir()
     history, steps = trainer.state.log_history, lines(tmp_path, "metrics")
@@ -228,7 +228,7 @@ def test_a_callback_stops_the_run_which_is_saved_and_complete(model, tmp_path):
     )
     output = trainer.train()
     assert output.global_step == 2 and len(lines(tmp_path, "metrics")) == 2
-    assert recorder.events[-3:] == [("step_end", 2), ("save", 2), ("train_end", 2)]
+    assert recorder.events[-4:] == [("step_end", 2), ("epoch_end", 2), ("save", 2), ("train_end", 2)]
     trainer.save_model()
     assert load_file(tmp_path / "adapter_model.safetensors")
     trainer.remove_callback(recorder)
@@ -252,7 +252,7 @@ def test_a_run_is_resumed_with_its_history(model, tmp_path):
         GRPOTrainer(model, reward_len, args, PLAIN, callbacks=[Crash]).train()
     trainer = GRPOTrainer(model, reward_len, args, PLAIN, callbacks=[recorder := Recorder()])
     trainer.train(resume_from_checkpoint=str(parts / "checkpoints" / "step-000002"))
-    assert recorder.events[1:3] == [("train_begin", 2), ("step_begin", 2)]
+    assert recorder.events[1:4] == [("train_begin", 2), ("epoch_begin", 2), ("step_begin", 2)]
     assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3, 4]
     rewards = [[step["reward"] for step in lines(run, "metrics")] for run in (whole, parts)]
     assert rewards[0] == rewards[1]
@@ -283,9 +283,16 @@ def test_evaluate_gives_the_mean_reward_of_samples_of_the_newest_checkpoint(mode
     assert after["eval_reward"] != before["eval_reward"]  # the rate is large: other samples
     assert trainer.evaluate(PLAIN[:5])["eval_reward"] == after["eval_reward"]
     assert trainer.state.log_history[-1]["eval_reward"] == after["eval_reward"]
-    assert recorder.events[-2:] == [("evaluate", 2), ("log", 2)]
+    assert recorder.events[-2:] == [("log", 2), ("evaluate", 2)]
     named = trainer.evaluate({"one": PLAIN[:2], "two": PLAIN[:5]}, metric_key_prefix="test")
     assert named["test_two_reward"] == after["eval_reward"] and named["test_one_num_prompts"] == 2
+
+
+def test_a_used_folder_is_named_as_output_dir(model, tmp_path):
+    GRPOTrainer(model, reward_codes, arguments(tmp_path, max_steps=1), PLAIN).train()
+    trainer = GRPOTrainer(model, reward_codes, arguments(tmp_path, max_steps=1, seed=9), PLAIN)
+    with pytest.raises(UserError, match=r"existing run has .*; set another output_dir$"):
+        trainer.train()
 
 
 def test_a_calibrated_model_is_what_is_evaluated_and_named(model, tmp_path):

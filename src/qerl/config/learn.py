@@ -13,7 +13,10 @@ class LearnConfig:
     """Peak learning rate of the adapter."""
 
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
-    """Schedule after the warm-up; linear and cosine reach zero one update after the last."""
+    """Schedule after the warm-up; linear and cosine reach the minimum one update after the last."""
+
+    min_lr_ratio: float = 0.0
+    """Minimum of linear and cosine, as a share of learning_rate."""
 
     warmup_ratio: float = 0.1
     """Share of all updates over which the rate rises linearly from zero."""
@@ -34,7 +37,8 @@ class LearnConfig:
     """An update with a non-finite gradient is skipped; this many in a row end the run."""
 
     updates_per_step: int = 1
-    """Optimizer updates per step; each uses an equal share of the groups."""
+    """Optimizer updates per step; each uses an equal share of the groups, or of the samples if there are more
+    updates than groups."""
 
     num_iterations: int = 1
     """Number of passes over the step's samples."""
@@ -74,6 +78,7 @@ class LearnConfig:
         check_positive(self, "updates_per_step", "num_iterations", "max_nonfinite_updates", prefix="learn.")
         check_positive(self, "max_tokens_per_microbatch", "logprob_chunk_tokens", prefix="learn.")
         check_not_negative(self, "weight_decay", prefix="learn.")
-        ratio = self.warmup_ratio
-        require(0 <= ratio <= 1, f"learn.warmup_ratio must be in [0, 1], got {ratio}")
+        for name in ("warmup_ratio", "min_lr_ratio"):
+            ratio = getattr(self, name)
+            require(0 <= ratio <= 1, f"learn.{name} must be in [0, 1], got {ratio}")
         require(all(0 <= beta < 1 for beta in self.betas), f"learn.betas must be in [0, 1), got {self.betas}")

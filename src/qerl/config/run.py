@@ -168,7 +168,9 @@ class RunConfig:
             not self.noise.is_controlled or warmup < self.num_steps,
             f"noise.control.warmup_steps must be under num_steps ({self.num_steps}), got {warmup}",
         )
-        require(updates <= self.num_prompts, f"learn.updates_per_step {excess}, got {updates}")
+        samples = self.num_prompts * self.num_generations
+        excess = f"must not exceed num_prompts * num_generations ({samples})"
+        require(updates <= samples, f"learn.updates_per_step {excess}, got {updates}")
         buffer = self.algo.overlong_buffer
         require(
             self.algo.overlong != "shape" or buffer < answer,

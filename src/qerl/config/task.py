@@ -55,8 +55,13 @@ class EnvironmentConfig:
     max_concurrent: int = 256
     """Maximum number of calls of reset or step that wait at the same time."""
 
+    max_environments: int | None = None
+    """Maximum number of environments that exist at once, at least those of one prompt: a step's prompts are
+    then sampled part by part. None: one for each sample of the step."""
+
     def __post_init__(self):
         check_positive(self, "max_turns", "turn_tokens", "max_concurrent", prefix="task.environment.")
+        check_positive(self, "max_environments", prefix="task.environment.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

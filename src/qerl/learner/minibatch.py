@@ -65,17 +65,41 @@ def split(
     groups_P: list[Group], config: RunConfig, *, device: torch.device, ranks: Ranks = ALONE
 ) -> list[Minibatch]:
     """Return one minibatch per update of a pass: consecutive groups, split as evenly as possible, samples and
-    branches alike."""
+    branches alike. Where there are more updates than prompts, groups are split too."""
     samples = [group for group in groups_P if not group.is_branch]
     branches = [group for group in groups_P if group.is_branch]
     num_parts = config.learn.updates_per_step
-    parts = zip(_parts(samples, num_parts), _parts(branches, num_parts), strict=True)
+    splits_groups = num_parts > config.num_prompts and all(group.num_sampled is None for group in samples)
+    of_updates = _split_groups(samples, config) if splits_groups else _parts(samples, num_parts)
+    parts = zip(of_updates, _parts(branches, num_parts), strict=True)
     return [_share(of_samples, of_branches, config, device, ranks) for of_samples, of_branches in parts]
 
 
 def _parts(groups_P: list[Group], num_parts: int) -> list[list[Group]]:
     bounds = [i * len(groups_P) // num_parts for i in range(num_parts + 1)]
     return [groups_P[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _split_groups(groups_P: list[Group], config: RunConfig) -> list[list[Group]]:
+    """Return an equal share of consecutive samples for each update, in groups of the same prompt. A sample
+    that was dropped leaves its place empty."""
+    num_parts, size = config.learn.updates_per_step, config.num_generations
+    update_P_G = [
+        [(p * size + g) * num_parts // (len(groups_P) * size) for g in range(size)]
+        for p in range(len(groups_P))
+    ]
+    return [
+        [
+            dataclasses.replace(
+                group,
+                samples_G=[s for s in group.samples_G if update_G[s.sample_index] == part],
+                num_sampled=update_G.count(part),
+            )
+            for group, update_G in zip(groups_P, update_P_G, strict=True)
+            if part in update_G
+        ]
+        for part in range(num_parts)
+    ]
 
 
 def _share(

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError, did_you_mean, printable, quantity
+from qerl.errors import UserError, did_you_mean, printable, quantity, require
 from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
@@ -33,6 +33,7 @@ from qerl.tasks.judge import Judge
 from qerl.tasks.own_judge import BASE, OwnJudge
 from qerl.tasks.reward_model import RewardModel
 from qerl.tasks.scoring import (
+    NOT_SUPPORTED,
     RESERVED,
     Failure,
     finite_number,
@@ -216,6 +217,7 @@ class RewardPool:
         """Return a reward as it is. Count a failure by cause, with its message as an example."""
         if not isinstance(outcome, Failure):
             return outcome
+        require(outcome.cause != NOT_SUPPORTED, f"task.rewards: {outcome.message}")
         failures[outcome.cause] += 1
         self._examples[outcome.cause] = outcome.message
         return None

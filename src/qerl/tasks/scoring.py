@@ -39,6 +39,10 @@ def reward_arguments(
     return {name: [value] for name, value in values.items()}
 
 
+NOT_SUPPORTED = "not supported"
+"""Cause of a failure that ends the run: the other samples would have it too."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
     """Failure("raised ValueError", "length: could not convert string to float: 'two'")"""
@@ -81,6 +85,8 @@ def _value(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> flo
 
 def failure_of(name: str, error: BaseException) -> Failure:
     """Return the Failure for an error raised by the code of this name; the cause has the error's type."""
+    if isinstance(error.__cause__, StopIteration):  # a coroutine raised it, which Python says otherwise
+        error = error.__cause__
     kind, text = type(error).__name__, "".join(traceback.format_exception_only(error)).strip()
     first, _, said = text.partition(": ")
     reason = redact(" ".join((said if first.rpartition(".")[2] == kind else text).split()))

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
+from qerl.errors import RunError, quantity
 from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import Ranks, join_ranks
 from qerl.learner.plan.memory import with_fields
@@ -141,6 +142,7 @@ class ReinforcementLearning(Training):
         moments = ("before", "teacher") if evaluates_teacher else ("before",)
         self.evaluations_before = moments if self._held_out_P else ()
         self._first_step, self._metrics = 0, dict[str, float]()
+        self._episodes, self._failed_episodes, self._example = 0, 0, ""
         self.engine.expect(longest)
 
     def _make_rollouts(self, tokenizer: PreTrainedTokenizerBase, rows: SftRows | None) -> Rollouts:
@@ -193,9 +195,11 @@ class ReinforcementLearning(Training):
         yield check_teacher(self._teacher, config, self.decoder, prompts)
 
     def state(self) -> dict[str, Any]:
-        return {"noise": self._aqn.state(), "rollouts": self._rollouts.state()}
+        episodes = [self._episodes, self._failed_episodes]
+        return {"noise": self._aqn.state(), "rollouts": self._rollouts.state(), "episodes": episodes}
 
     def load(self, state: dict[str, Any]) -> None:
+        self._episodes, self._failed_episodes = state.get("episodes", (0, 0))
         self._aqn.load(state["noise"])
         self._rollouts.load(state["rollouts"])
 
@@ -208,9 +212,18 @@ class ReinforcementLearning(Training):
             aqn=self._aqn,
             journal=self._journal,
             after_update=self.after_update,
-            save=lambda step: end_step(step, self._metrics),
+            save=lambda step: self._end_step(step, end_step),
         )
         run(self.config, parts, first_step=first_step)
+
+    def _end_step(self, step: int, end_step: EndStep) -> bool:
+        """Raise RunError if more than half of the run's episodes so far have failed."""
+        self._episodes += int(self._metrics.get("num_episodes", 0))
+        self._failed_episodes += int(self._metrics.get("num_failed_episodes", 0))
+        failed, episodes = self._failed_episodes, self._episodes
+        if 2 * failed > episodes:
+            raise RunError(f"{failed} of {quantity(episodes, 'episode')} have failed: {self._example}")
+        return end_step(step, self._metrics)
 
     def after_update(self, step: int, log: StepLog) -> None:
         """Log traffic and engine metrics, report failed rewards, evaluate where it is due."""
@@ -261,7 +274,9 @@ class ReinforcementLearning(Training):
         return evaluation.summarize(rewards_P_G, list(map(evaluation.sampled_tokens, groups)), threshold)
 
     def _report_failures(self) -> None:
-        for text in [*self._task.take_faults(), *format_failures(self._rewards.take_failures())]:
+        failures = [*format_failures(self._rewards.take_failures())]
+        self._example = next(iter(failures), self._example)
+        for text in [*self._task.take_faults(), *failures]:
             self._journal.notice(text)
 
     def result(self, evaluations: dict[str, Any]) -> dict[str, float]:

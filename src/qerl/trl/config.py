@@ -33,7 +33,9 @@ class TrainFields(IgnoredFields, RefusedFields):
 
     learning_rate: float = 1e-6
     lr_scheduler_type: str = "linear"
-    """linear, cosine, constant or constant_with_warmup."""
+    """linear, cosine, cosine_with_min_lr, polynomial, constant or constant_with_warmup."""
+    lr_scheduler_kwargs: dict | str | None = None
+    """min_lr or min_lr_rate of cosine_with_min_lr, lr_end of polynomial."""
     warmup_steps: float = 0
     """Updates; a value below 1 is a share of all updates."""
     warmup_ratio: float = 0.0
@@ -158,6 +160,10 @@ class SFTConfig(TrainFields, SFTIgnoredFields, SFTRefusedFields):
     completion_only_loss: bool | None = None
     """Rows of prompt and completion: False learns the prompt too."""
     dataset_text_field: str = "text"
+    chat_template_path: str | None = None
+    """A .jinja or .j2 file, or a folder or hub id whose tokenizer has the template."""
+    eos_token: str | None = None
+    """A token of the vocabulary; None: the tokenizer's own."""
 
 
 def _parsed(name: str, text: str) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from qerl.config import RunConfig
+from qerl.errors import require
 from qerl.learner import checkpoint
 from qerl.tasks import RewardPool, Task
+from qerl.tasks.reward import format_failures
 from qerl.training.engines.multi_turn import with_environment
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP, sample_and_score, sampled_tokens
@@ -41,6 +43,12 @@ def evaluate(
             step=EVALUATION_STEP,
         )
         groups, rewards_P_G = sample_and_score(engine, pool.score, request)
+        failures = pool.take_failures()
+    failed = [sample for group in groups for sample in group.samples_G if sample.failure is not None]
+    for line in format_failures(failures):
+        _logger.warning(line)
+    count = num_samples * len(groups)
+    require(2 * len(failed) <= count, f"evaluate: {len(failed)} of {count} episodes have failed")
     known_P_G = [[r for r in rewards_G if r is not None] for rewards_G in rewards_P_G]
     known_P_G = [known for known in known_P_G if known]
     runtime_s = time.perf_counter() - begin_s

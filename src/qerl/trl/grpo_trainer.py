@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl.config import NoiseConfig, RunConfig
+from qerl.config import EnvironmentConfig, NoiseConfig, RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import require
 from qerl.models.device import resolve_device
@@ -21,7 +21,7 @@ from qerl.trl.refused import GRPORefusedFields, check_refused
 from qerl.trl.run_trainer import Rows, RunTrainer, all_rows, num_rows
 from qerl.trl.tools import make_environment, of_conversations, takes_environments
 from qerl.trl.translate import length, plain
-from qerl.trl.translate_grpo import batch_of, run_config
+from qerl.trl.translate_grpo import batch_of, run_config, samples_per_generation
 
 _BASE = RunConfig(noise=NoiseConfig(schedule="none"))
 
@@ -92,7 +92,7 @@ class GRPOTrainer(RunTrainer):
                 chat_template_kwargs=json.dumps(_template_variables(args, self._schemas)),
                 rewards=tuple(map(name_of, self._rewards)),
                 reward_weights=self._weights,
-                environment=dataclasses.replace(base.task.environment, max_turns=_max_turns(args, base)),
+                environment=_environment(args, base),
             ),
         )
 
@@ -147,7 +147,10 @@ def _template_variables(args: GRPOConfig, schemas: list[dict[str, Any]]) -> dict
     return {**(args.chat_template_kwargs or {}), **({"tools": schemas} if schemas else {})}
 
 
-def _max_turns(args: GRPOConfig, base: RunConfig) -> int:
-    """TRL has no limit but the tokens; one turn more than rounds of calls."""
-    limit = args.max_tool_calling_iterations
-    return 1 + limit if limit is not None else max(base.task.environment.max_turns, base.sample.max_tokens)
+def _environment(args: GRPOConfig, base: RunConfig) -> EnvironmentConfig:
+    """TRL has no limit of turns but the tokens; one turn is more than rounds of calls. It has as many
+    environments as a generation has samples."""
+    limit, environment = args.max_tool_calling_iterations, base.task.environment
+    turns = 1 + limit if limit is not None else max(environment.max_turns, base.sample.max_tokens)
+    num_environments = environment.max_environments or samples_per_generation(args)
+    return dataclasses.replace(environment, max_turns=turns, max_environments=num_environments)

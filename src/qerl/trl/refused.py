@@ -11,7 +11,6 @@ from qerl.errors import UserError
 class RefusedFields:
     optim_args: str | None = None
     optim_target_modules: None | str | list[str] = None  # noqa: RUF036 (HfArgumentParser's order)
-    lr_scheduler_kwargs: dict | str | None = None
     neftune_noise_alpha: float | None = None
     load_best_model_at_end: bool = False
     router_aux_loss_coef: float | None = None
@@ -33,9 +32,7 @@ class GRPORefusedFields(RefusedFields):
 
 @dataclasses.dataclass(kw_only=True)
 class SFTRefusedFields(RefusedFields):
-    chat_template_path: str | None = None
     dataset_kwargs: dict[str, Any] | str | None = None
-    eos_token: str | None = None
     truncation_mode: str = "keep_start"
     packing_strategy: str = "bfd"
     loss_type: str = "nll"
@@ -49,7 +46,6 @@ _ENTROPY = "raise temperature, or set noise in base=RunConfig(noise=...)"
 _ADVICE = {
     "optim_args": "remove it; adam_beta1, adam_beta2, adam_epsilon and weight_decay are supported",
     "optim_target_modules": "remove it; the optimizer updates the LoRA adapter of peft_config.target_modules",
-    "lr_scheduler_kwargs": "remove it; the schedules linear, cosine and constant take none",
     "neftune_noise_alpha": "remove it; base=RunConfig(noise=...) has noise in the norms",
     "load_best_model_at_end": "remove it; the newest checkpoint is loaded",
     "router_aux_loss_coef": "remove it or set 0.0; routers are trained without an auxiliary loss",
@@ -63,9 +59,7 @@ _ADVICE = {
     "entropy_coef": f"set 0.0; {_ENTROPY}",
     "use_adaptive_entropy": f"remove it; {_ENTROPY}",
     "off_policy_mask_threshold": "remove it; base=RunConfig(algo=AlgoConfig(reject=...)) rejects samples",
-    "chat_template_path": "set chat_template of a tokenizer and pass it as processing_class",
     "dataset_kwargs": "remove it; the trainer prepares the rows: messages, prompt and completion, or texts",
-    "eos_token": "set eos_token of a tokenizer and pass it as processing_class",
     "truncation_mode": "use keep_start",
     "packing_strategy": "use bfd; no row is split",
     "loss_type": "use nll",
@@ -74,7 +68,6 @@ _ADVICE = {
     "train_sampling_strategy": "use random; rows are drawn in a random order by seed",
 }
 _ALSO_ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "lr_scheduler_kwargs": ({},),
     "router_aux_loss_coef": (0.0,),
     "dataset_kwargs": ({}, {"skip_prepare_dataset": False}),
     "loss_type": ("chunked_nll",),

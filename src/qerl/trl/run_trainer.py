@@ -1,12 +1,14 @@
 """The part that GRPOTrainer and SFTTrainer share: the run's state and callbacks, saving, the hub."""
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
+import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,18 @@ from transformers.trainer_utils import TrainOutput
 
 from qerl.config import RunConfig
 from qerl.config.stored import with_stored_base
-from qerl.errors import UserError, require
+from qerl.errors import RunError, UserError, require
 from qerl.export.adapter_card import base_section
 from qerl.export.write import write_merged, write_peft
 from qerl.learner import checkpoint
 from qerl.models.checkpoint.source import locate
 from qerl.models.hf_writer import write_tokenizer
-from qerl.trl.callbacks import CallbackObserver
+from qerl.trl.callbacks import CallbackObserver, as_callback, not_called
 from qerl.trl.data import write_rows
 from qerl.trl.hub import model_card, push_folder
 from qerl.trl.lora import adapter_config
 from qerl.trl.model import model_config, model_path
+from qerl.trl.overrides import NAMES, check_overrides
 from qerl.trl.translate import Batch
 
 _logger = logging.getLogger("qerl.trl")
@@ -57,6 +60,7 @@ class RunTrainer:
 
     def _based(self, base: RunConfig, quantization_config: Any, peft_config: Any) -> RunConfig:
         """Return base with the trainer's model and adapter."""
+        check_overrides(self)
         path, adapter = model_path(self.model, self.processing_class, Path(str(self.args.output_dir)))
         is_named = isinstance(self.model, str)
         stored = None if is_named else getattr(self.model.config, "quantization_config", None)
@@ -75,7 +79,14 @@ class RunTrainer:
         self.accelerator, self.hub_model_id = MainProcess(), args.hub_model_id or folder.resolve().name
         parts = {"model": self.model, "processing_class": self.processing_class}
         self._observer = CallbackObserver(callbacks or (), args, batch, folder, **parts)
+        self._observer.log = self.log
+        if names := not_called(self._observer.callbacks):
+            _logger.warning("callbacks: no effect here: %s", ", ".join(names))
         self._observer.call("on_init_end")
+
+    def __getattr__(self, name: str) -> Any:
+        where = f"{type(self).__name__}.{name}"
+        raise AttributeError(f"{where} is not supported" if name in NAMES else f"there is no {where}")
 
     def _train(self) -> dict[str, Any]:
         """Train with the observer, or resume; return the run's result."""
@@ -91,19 +102,34 @@ class RunTrainer:
         return self._observer.state
 
     def add_callback(self, callback: Any) -> None:
-        self._observer.callbacks.append(callback() if isinstance(callback, type) else callback)
+        self._observer.callbacks.append(as_callback(callback))
 
     def remove_callback(self, callback: Any) -> None:
         remaining = [c for c in self._observer.callbacks if c is not callback and type(c) is not callback]
         self._observer.callbacks = remaining
 
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove the callback, an object or a class, and return the object; None if it is not there."""
+        before = self._observer.callbacks
+        self.remove_callback(callback)
+        return next((each for each in before if each not in self._observer.callbacks), None)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add an entry to state.log_history and give it to the callbacks; the run calls it for its own."""
+        self._observer.record(logs)
+
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train, or resume the run in output_dir, whatever resume_from_checkpoint says; a path must be one of
         its checkpoints, or, where there are none yet, one of another run, with which this one begins."""
         begin_s = time.perf_counter()
+        check_overrides(self)
+        self._observer.has_begun = False
         _take_checkpoint(resume_from_checkpoint, Path(self.config.out) / "checkpoints")
-        result = self._train()
-        self._observer.restore()
+        with _words_of_trl():
+            result = self._train()
+        if not self._observer.has_begun:
+            _logger.warning("%s is complete: set a larger max_steps or another output_dir", self.config.out)
+            self._observer.restore()
         self._observer.call("on_train_end")
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         loss = sum(losses) / len(losses) if losses else 0.0
@@ -129,10 +155,8 @@ class RunTrainer:
         path = self._write_eval_rows(rows)
         results = self._held_out(path, num_rows(path))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
-        entry = metrics | {"epoch": self.state.epoch, "step": self.state.global_step}
-        self.state.log_history.append(entry)
+        self.log(metrics)
         self._observer.call("on_evaluate", metrics=metrics)
-        self._observer.call("on_log", logs=entry)
         return metrics
 
     def _write_eval_rows(self, rows: Rows) -> Path:
@@ -203,8 +227,24 @@ class RunTrainer:
     def is_world_process_zero(self) -> bool:
         return True
 
+    def is_local_process_zero(self) -> bool:
+        return True
+
     def end(self) -> None:
         """Nothing is left open after train."""
+
+
+@contextlib.contextmanager
+def _words_of_trl() -> Iterator[None]:
+    """Say output_dir instead of the option --out in errors."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        wanted = r"(choose another folder with|set another) --out\b"
+        text = re.sub(wanted, "set another output_dir", str(error))
+        if text == str(error):
+            raise
+        raise type(error)(text) from error
 
 
 def all_rows(rows: Rows | Mapping[str, Rows] | None) -> list[dict[str, Any]] | None:

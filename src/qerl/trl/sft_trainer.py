@@ -20,6 +20,7 @@ from qerl.trl.ignored import SFTIgnoredFields, ignored
 from qerl.trl.refused import SFTRefusedFields, check_refused
 from qerl.trl.run_trainer import Rows, RunTrainer, all_rows, num_rows
 from qerl.trl.translate import Batch, length, plain, shared_config
+from qerl.trl.weights import with_template
 
 _BASE = RunConfig(noise=NoiseConfig(schedule="none"), sample=SampleConfig(max_tokens=128))
 _UNUSED = {
@@ -75,7 +76,10 @@ class SFTTrainer(RunTrainer):
         for name, value in unused.items():
             why = _UNUSED.get(name, _UNUSED["optimizer_cls_and_kwargs"])
             require(value is None, f"{name} is not supported: {why}")
-        self.model, self.processing_class = model, processing_class
+        self.model = model
+        self.processing_class = with_template(
+            model, processing_class, self.args.chat_template_path, self.args.eos_token
+        )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._formatting_func = formatting_func
         base = self._based(base or _BASE, quantization_config, peft_config)

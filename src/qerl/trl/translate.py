@@ -15,9 +15,14 @@ _OPTIMIZERS = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
 }
 _SCHEDULES = {
-    name: name.removesuffix("_with_warmup")
-    for name in ("linear", "cosine", "constant_with_warmup", "constant")
+    "linear": ("linear", {}),
+    "cosine": ("cosine", {"num_cycles": 0.5}),
+    "cosine_with_min_lr": ("cosine", {"num_cycles": 0.5, "min_lr": None, "min_lr_rate": None}),
+    "polynomial": ("linear", {"power": 1.0, "lr_end": 1e-7}),
+    "constant_with_warmup": ("constant", {}),
+    "constant": ("constant", {}),
 }
+"""Schedules of transformers with their keyword arguments; power and num_cycles must be at their default."""
 _LOGGERS = {name: (name,) for name in ("tensorboard", "wandb", "mlflow", "trackio")}
 _LOGGERS |= {"none": (), "all": tuple(_LOGGERS)}
 _INTERVALS = {"no": "no", "steps": "steps", "epoch": "epoch"}
@@ -90,12 +95,13 @@ def _model(args: TrainFields, base: ModelConfig) -> ModelConfig:
 
 def _learn(args: TrainFields, base: LearnConfig, batch: Batch) -> LearnConfig:
     num_updates, warmup = batch.num_steps * batch.updates, args.warmup_steps or args.warmup_ratio
-    schedule = one_of("lr_scheduler_type", args.lr_scheduler_type, _SCHEDULES)
+    schedule, min_lr_ratio = _schedule(args)
     ratio = min(1.0, warmup / num_updates if warmup >= 1 else warmup)
     return dataclasses.replace(
         base,
         learning_rate=args.learning_rate,
         lr_scheduler_type=schedule,
+        min_lr_ratio=min_lr_ratio,
         warmup_ratio=0.0 if plain(args.lr_scheduler_type) == "constant" else ratio,
         betas=(args.adam_beta1, args.adam_beta2),
         adam_epsilon=args.adam_epsilon,
@@ -106,6 +112,27 @@ def _learn(args: TrainFields, base: LearnConfig, batch: Batch) -> LearnConfig:
         optim=one_of("optim", args.optim, _OPTIMIZERS),
         gradient_checkpointing=base.gradient_checkpointing if args.gradient_checkpointing else "none",
     )
+
+
+def _schedule(args: TrainFields) -> tuple[Any, float]:
+    """Return the schedule and its minimum as a share of the rate."""
+    schedule, options = one_of("lr_scheduler_type", args.lr_scheduler_type, _SCHEDULES)
+    assert not isinstance(args.lr_scheduler_kwargs, str)
+    for name, value in (args.lr_scheduler_kwargs or {}).items():
+        fixed = options.get(name) if name in ("num_cycles", "power") else None
+        known = name in options and fixed in (None, value)
+        must_be = "" if fixed is None else f": {plain(args.lr_scheduler_type)} has {fixed}"
+        require(known, f"lr_scheduler_kwargs[{name!r}] = {value!r} is not supported{must_be}; remove it")
+    values = options | (args.lr_scheduler_kwargs or {})
+    rate, end = values.get("min_lr_rate"), values.get("min_lr", values.get("lr_end"))
+    if "min_lr" in options:
+        require(
+            (rate is None) != (end is None),
+            "lr_scheduler_kwargs: cosine_with_min_lr needs either min_lr or min_lr_rate",
+        )
+    ratio = rate if rate is not None else (end or 0.0) / args.learning_rate
+    require(0 <= ratio <= 1, "lr_scheduler_kwargs: the lowest rate must be between 0 and learning_rate")
+    return schedule, ratio
 
 
 def plain(value: Any) -> Any:

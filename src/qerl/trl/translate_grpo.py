@@ -38,11 +38,6 @@ def batch_of(args: GRPOConfig, num_rows: int | None) -> Batch:
         f" ({args.num_generations}), got {per_generation}",
     )
     updates = per_generation // per_update
-    require(
-        updates <= num_prompts,
-        f"steps_per_generation: {updates} updates from {num_prompts} prompts would split groups;"
-        " set it to gradient_accumulation_steps, or raise per_device_train_batch_size",
-    )
     steps_per_epoch = (num_rows or 0) // num_prompts
     num_steps = int(args.num_train_epochs * steps_per_epoch)
     if args.max_steps > 0:
@@ -58,6 +53,12 @@ def batch_of(args: GRPOConfig, num_rows: int | None) -> Batch:
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
     )
+
+
+def samples_per_generation(args: GRPOConfig) -> int:
+    """Return the samples that TRL makes at once, of which an update may take several times as many."""
+    steps = args.steps_per_generation or args.gradient_accumulation_steps
+    return args.generation_batch_size or args.per_device_train_batch_size * steps
 
 
 def _batch_sizes(args: GRPOConfig) -> tuple[int, int]:

@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl.config import AdapterConfig
-from qerl.errors import require
+from qerl.errors import UserError, require
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.peft.peft_reader import adapter_config
@@ -45,6 +45,33 @@ def write_start_adapter(model: Any, folder: Path) -> AdapterConfig:
     path = folder / "start-adapter"
     model.save_pretrained(path)
     return adapter_config(str(path))
+
+
+def with_template(model: Any, tokenizer: Any, template: str | None, eos_token: str | None) -> Any:
+    """Return the tokenizer, or the model's own, with this chat template and end of sequence.
+
+    template: a .jinja or .j2 file, or a folder or hub id whose tokenizer has one; None: nothing changes."""
+    if template is None and eos_token is None:
+        return tokenizer
+    if tokenizer is None:
+        tokenizer = load_tokenizer(model if isinstance(model, str) else model.config.name_or_path)
+    if template is not None and Path(template).suffix in (".jinja", ".j2"):
+        require(Path(template).is_file(), f"chat_template_path: there is no file {template}")
+        tokenizer.chat_template = Path(template).read_text()
+    elif template is not None:
+        try:
+            source = AutoTokenizer.from_pretrained(template, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"chat_template_path: {template} has no tokenizer: {error}") from None
+        require(bool(source.chat_template), f"chat_template_path: {template} has no chat template")
+        used = {token for token in source.get_added_vocab() if token in str(source.chat_template)}
+        unknown = sorted({*used, source.eos_token} - {*tokenizer.get_vocab(), None})
+        require(not unknown, f"chat_template_path: the model has no token {', '.join(unknown)} of {template}")
+        tokenizer.chat_template, tokenizer.eos_token = source.chat_template, source.eos_token
+    if eos_token is not None:
+        require(eos_token in tokenizer.get_vocab(), f"eos_token: {eos_token!r} is not in the vocabulary")
+        tokenizer.eos_token = eos_token
+    return tokenizer
 
 
 def with_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:

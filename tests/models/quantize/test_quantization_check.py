@@ -127,4 +127,6 @@ def test_prompts_are_measured_after_what_all_begin_with():
     probes = prompt_probes([[1, 2, 3, 4], [1, 2, 5], [1, 2, 6, 7]])
     assert [(p.tokens_T, p.start) for p in probes] == [([1, 2, 3, 4], 1), ([1, 2, 5], 1), ([1, 2, 6, 7], 1)]
     assert prompt_probes([[4, 5]]) == [Probe(tokens_T=[4, 5], start=0)]
+    assert prompt_probes([[4, 5], [4, 5]]) == [Probe(tokens_T=[4, 5], start=0)]
+    assert prompt_probes([[4] * 2000 + [i] for i in range(3)]) == [Probe(tokens_T=[4] * 1024, start=0)]
     assert sum(len(p.tokens_T) for p in prompt_probes([[i] * 300 for i in range(9)])) == 1024

@@ -35,7 +35,8 @@ TEXT = (
 
 
 def prompt_probes(prompts: Sequence[Sequence[int]]) -> list[Probe]:
-    """Return probes of some prompts, without what all of them begin with; one is measured as a whole."""
+    """Return probes of some prompts, without what all of them begin with; one is measured as a whole, also
+    where the prompts are equal as far as they are measured."""
     alike = (len(set(column)) == 1 for column in zip(*prompts, strict=False))
     shared = sum(itertools.takewhile(bool, alike)) if len(prompts) > 1 else 0
     probes, num_tokens = [], 0
@@ -44,7 +45,7 @@ def prompt_probes(prompts: Sequence[Sequence[int]]) -> list[Probe]:
         if len(tokens_T) > shared:
             probes.append(Probe(tokens_T=tokens_T, start=max(shared - 1, 0)))
             num_tokens += len(tokens_T)
-    return probes
+    return probes or [Probe(tokens_T=list(prompts[0][:MAX_PROBE_TOKENS]), start=0)]
 
 
 def check_quantization(

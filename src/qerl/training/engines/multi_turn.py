@@ -19,6 +19,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,6 +44,7 @@ from qerl.training.engines.replayed_batch import (
 from qerl.types import Conversation, GenerateRequest, Group, Prompt, Sample, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
+Part = TypeVar("Part", Prompt, Parent)
 _logger = logging.getLogger(__name__)
 _ENVIRONMENT = 3  # keeps these seeds apart from the tokens'
 _OTHER_REPLY = Failure(
@@ -101,6 +103,20 @@ class MultiTurnEngine(ReplayingEngine):
         return {"environment_s": taken}
 
     def sample(self, request: GenerateRequest) -> tuple[list[Group], HistoriesPG]:
+        groups_P, histories_P_G, stats = list[Group](), HistoriesPG(), Stats()
+        for prompts_P in self._parts(request.prompts_P, request.num_samples):
+            groups, histories = self._sample_part(request.with_prompts(prompts_P))
+            groups_P, histories_P_G, stats = groups_P + groups, histories_P_G + histories, stats + self.stats
+        self.stats = stats
+        return groups_P, histories_P_G
+
+    def _parts(self, each_P: list[Part], num_samples: int) -> list[list[Part]]:
+        """Return the prompts or parents in parts that max_environments is enough for."""
+        limit = self._config.max_environments
+        size = len(each_P) or 1 if limit is None else max(1, limit // num_samples)
+        return [each_P[start : start + size] for start in range(0, len(each_P) or 1, size)]
+
+    def _sample_part(self, request: GenerateRequest) -> tuple[list[Group], HistoriesPG]:
         episodes_P_G = self._new_episodes(request)
         with self._running_environments(request, episodes_P_G):
             opened_P = [self._opened(*pair) for pair in zip(request.prompts_P, episodes_P_G, strict=True)]
@@ -111,6 +127,16 @@ class MultiTurnEngine(ReplayingEngine):
         self, parents: list[Parent], num_branches: int, request: GenerateRequest
     ) -> list[list[Sample]]:
         """Return num_branches samples for each parent, each of whose pivots is the beginning of a turn."""
+        branches, stats = list[list[Sample]](), Stats()
+        for part in self._parts(parents, num_branches):
+            branches += self._branch_part(part, num_branches, request)
+            stats += self.stats
+        self.stats = stats
+        return branches
+
+    def _branch_part(
+        self, parents: list[Parent], num_branches: int, request: GenerateRequest
+    ) -> list[list[Sample]]:
         rows = dataclasses.replace(
             request, prompts_P=[parent.row for parent in parents], num_samples=num_branches
         )

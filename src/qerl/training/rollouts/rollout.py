@@ -198,6 +198,7 @@ def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
         "tool_failures": sum(map(says_error, results)),
         "learned_tokens": sum(len(s.logprobs_T) for s in samples if s.reward is not None),
         "environment_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
+        "num_episodes": len(samples),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
     }
 
@@ -223,6 +224,7 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
         "learned_tokens": sum(len(s.logprobs_T) for s in samples if s.reward is not None),
         "episode_parts": fmean(len(episode.parts) for episode in episodes),
         "waiting_share": fmean(episode.waiting_share for episode in episodes),
+        "num_episodes": len(samples),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
         **returned_metrics(episodes),
     }
