@@ -100,7 +100,8 @@ class Demonstrator:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SftConfig, stop_ids: frozenset[int]):
         self._tokenizer, self._config = tokenizer, config
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._stop_texts = tuple(tokenizer.convert_ids_to_tokens(sorted(stop_ids)))
+        texts = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
+        self._stop_texts = tuple(text for text in texts if text is not None)  # None: beyond the vocabulary
         self.num_cut = 0
         """Demonstrations longer than max_length."""
         self.num_split = 0
