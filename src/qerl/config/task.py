@@ -85,6 +85,10 @@ class TaskConfig:
     """Prompts that get the chat template. all: plain-text prompts too, as user messages. messages: a plain
     text is given to the model as it is, and rewards receive texts."""
 
+    allow_special_tokens: bool = False
+    """Read `<|im_end|>` and other control tokens in the text of messages as control tokens: a message may
+    then end its turn and begin another one. False: they are text. Plain texts are read as written."""
+
     chat_template_kwargs: str = "{}"
     """Variables of the chat template, as a JSON object: `{"enable_thinking": false}`."""
 
