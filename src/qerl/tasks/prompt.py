@@ -12,6 +12,7 @@ Most rows decide whether the prompt column holds texts, numbers or messages. A r
 of is a BadRow, which the task leaves out.
 """
 
+import datetime
 import json
 import string
 from collections import Counter
@@ -188,6 +189,20 @@ def set_template_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[s
     if variables and template:
         blocks = "".join(f"{{% set {name} = {_literal(value)} %}}" for name, value in variables.items())
         tokenizer.chat_template = f"{blocks}\n{template}"  # transformers drops a block's newline
+
+
+def set_template_date(tokenizer: PreTrainedTokenizerBase, day: str | None) -> None:
+    """Let `strftime_now` of the tokenizer's chat template give this day, such as 2026-11-29, at midnight;
+    None leaves it the time of each rendering. transformers hands no function to a template: it is a macro."""
+    template = tokenizer.chat_template
+    if day is None or not isinstance(template, str) or "strftime_now" not in template:
+        return
+    date = datetime.datetime.fromisoformat(day)
+    codes = [f"%-{letter}" for letter in "dHIjmMSy"] + [f"%{letter}" for letter in string.ascii_letters]
+    known = {code: text for code in codes if (text := date.strftime(code)) != code}
+    steps = "".join(f" | replace({_literal(code)}, {_literal(text)})" for code, text in known.items())
+    macro = f"{{% macro strftime_now(format) %}}{{{{ format{steps} }}}}{{% endmacro %}}"
+    tokenizer.chat_template = f"{macro}\n{template}"
 
 
 def _literal(value: Any) -> str:
