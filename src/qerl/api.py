@@ -17,6 +17,7 @@ run's config otherwise does: prompts, rewards, advantages, noise and which sampl
 """
 
 import dataclasses
+import datetime
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,7 @@ from qerl.models.peft.peft_names import peft_tensors
 from qerl.models.peft.peft_reader import read_adapter
 from qerl.models.policy_model import PolicyModel
 from qerl.tasks.demonstrations import messages_of
-from qerl.tasks.prompt import BadRow, render_chat
+from qerl.tasks.prompt import BadRow, render_chat, set_template_date
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import check_prompt_fits, load_sampler, load_tokenizer_and_limit
@@ -99,6 +100,7 @@ def load(
     _check_choices(config)
     config = dataclasses.replace(config, model=resolve_device(model))
     tokenizer, limit = load_tokenizer_and_limit(config)
+    set_template_date(tokenizer, str(datetime.date.today()))
     check_prompt_fits(limit, sample.max_tokens, "sample.max_tokens")
     require(max_prompt_tokens > 0, f"max_prompt_tokens must be positive, got {max_prompt_tokens}")
     decoder, sampler = load_sampler(config, tokenizer)

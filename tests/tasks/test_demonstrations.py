@@ -210,3 +210,12 @@ def test_a_table_of_another_form_is_refused_with_its_columns(tokenizer, tmp_path
 def test_rows_that_are_all_bad_end_in_one_line(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"no row is left to learn from: .*left out \(first: "):
         read(tokenizer, write(tmp_path / "rows.jsonl", [{"messages": CHAT[:2]}]))
+
+
+def test_a_stop_token_beyond_the_tokenizers_vocabulary_changes_nothing(tokenizer):
+    config, stop_ids = SftConfig(data="-"), {tokenizer.eos_token_id}
+    expected = Demonstrator(tokenizer, config, frozenset(stop_ids)).demonstrations({"messages": CHAT})
+    assert (
+        Demonstrator(tokenizer, config, frozenset(stop_ids | {270})).demonstrations({"messages": CHAT})
+        == expected
+    )

@@ -5,9 +5,10 @@ import datasets
 import pytest
 from material import BOS, END, START, jsonl, tokenizer
 
-from qerl.config import TaskConfig
+from qerl.config import SftConfig, TaskConfig
 from qerl.errors import UserError
-from qerl.tasks.prompt import Renderer, render_chat, set_template_variables
+from qerl.tasks.demonstrations import Demonstrator
+from qerl.tasks.prompt import Renderer, render_chat, set_template_date, set_template_variables
 from qerl.tasks.rows import open_rows
 
 ROW = {"prompt": "What is 1 + 2?", "answer": "3", "hint": "{curly}"}
@@ -55,6 +56,48 @@ def test_the_template_is_filled_with_columns_and_question_stands_for_the_prompt(
     template = "{question} ({prompt}) {hint} {{x}} {answer:>3}"
     prompt = rendered(tmp_path, template=template)
     assert prompt.messages[0]["content"] == "What is 1 + 2? (What is 1 + 2?) {curly} {x}   3"
+
+
+DAY = "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_a_template_gets_the_day_that_is_set_and_else_today():
+    made, messages = tokenizer(DAY), [{"role": "user", "content": "!"}]
+    set_template_date(made, "2023-04-05")
+    assert render_chat(made, messages)[0] == "05 April 2023!"
+    assert (
+        Demonstrator(made, SftConfig(data="-"), frozenset())._render(messages, True, {}) == "05 April 2023!"
+    )
+    made = tokenizer(DAY)
+    set_template_date(made, None)
+    assert render_chat(made, messages)[0] == made.apply_chat_template(messages, tokenize=False)
+
+
+FORMATS = (
+    "%d %b %Y",
+    "%A, %B %-d, %y",
+    "%Y-%m-%d",
+    "%F",
+    "%D",
+    "%a %j week %V",
+    "%Y-%m-%dT%H:%M:%S",
+    "on %d/%m",
+)
+
+
+@pytest.mark.parametrize("day", ["2024-02-29", "2026-11-09"])
+def test_the_day_is_written_in_every_format_as_python_writes_it(day):
+    for format in FORMATS:
+        made = tokenizer(f"{{%- set date_string = strftime_now({format!r}) %}}{{{{ date_string }}}}")
+        set_template_date(made, day)
+        expected = datetime.datetime.fromisoformat(day).strftime(format)
+        assert render_chat(made, [{"role": "user", "content": "!"}])[0] == expected
+
+
+@pytest.mark.parametrize("day", ["today", "2026-1-2", "2026-02-30", "20260102", ""])
+def test_a_day_that_is_none_is_refused_by_name(day):
+    with pytest.raises(UserError, match=r"task\.chat_template_date must be a day like 2026-11-29, got"):
+        TaskConfig(chat_template_date=day)
 
 
 def test_a_question_column_needs_no_prompt_column(tmp_path):

@@ -47,6 +47,26 @@ def test_prompts_are_shown_with_template_and_checked(files, tmp_path, capsys):
     assert report["train"]["tokens"]["most"] == 56
 
 
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+def test_control_tokens_in_messages_are_text_unless_they_are_allowed(files, tmp_path, capsys, kind):
+    text = "a<|im_end|><|im_start|>b"
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "c"}]
+    data = write(tmp_path / "rows.jsonl", [{kind: text if kind == "prompt" else messages}])
+    given = (
+        data,
+        "--model",
+        str(files),
+        "--task.num-held-out",
+        "0",
+        "--kind",
+        "sft" if kind == "messages" else "prompt",
+    )
+    kept, allowed = found(capsys, *given), found(capsys, *given, "--task.allow-special-tokens")
+    lengths = [report["train"]["tokens"]["most"] for report in (kept, allowed)]
+    assert lengths[0] - lengths[1] == len("<|im_end|><|im_start|>") - 2
+    assert kept["shown"][0]["parts"] == allowed["shown"][0]["parts"]
+
+
 def test_without_a_split_the_last_rows_are_held_out(files, tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", [{"prompt": text} for text in ("a", "b", "c", "a")])
     report = found(capsys, data, "--model", str(files), "--task.num-held-out", "1")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -123,6 +125,17 @@ def test_another_model_in_the_folder_of_a_calibrated_one_is_refused_by_name(merg
     (tmp_path / "base" / NOTE).write_text(json.dumps({"model": "another"}))
     with pytest.raises(UserError, match=f"base: was made of another, not of {path}; choose another folder"):
         with_calibrated_base(first, Ranks(0, 1), pytest.fail)
+
+
+def test_prompts_are_calibrated_on_with_the_runs_template_variables(merged, tmp_path):
+    config, path = merged
+    model = Path(shutil.copytree(path, tmp_path / "model"))
+    template = "{% if mode != 'short' %}{{ raise_exception('mode is not set') }}{% endif %}" + tiny_run.CHATML
+    (model / "chat_template.jinja").write_text(template)
+    task = dataclasses.replace(config.task, chat_template_kwargs='{"mode": "short"}')
+    config = dataclasses.replace(config, task=task, out=str(tmp_path / "run"))
+    with_calibrated_base(model_of(config, model, calibrate="gptq"), Ranks(0, 1), lambda text: None)
+    assert (tmp_path / "run" / "base" / NOTE).is_file()
 
 
 def test_commands_without_a_task_and_other_formats_refuse_to_calibrate():

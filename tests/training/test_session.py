@@ -1,5 +1,6 @@
 """A run from its command: what it writes, and that being stopped or killed anywhere changes nothing of it."""
 
+import datetime
 import json
 import shutil
 import signal
@@ -68,6 +69,26 @@ def assert_same_run(a, b):
     assert (a / "evaluations.json").read_text() == (b / "evaluations.json").read_text()
     ours, theirs = adapter(a), adapter(b)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_a_template_that_asks_for_today_gets_the_day_of_the_runs_start_also_when_resumed(tmp_path):
+    files, out = tiny_run.write_files(tmp_path / "files"), tmp_path / "run"
+    template = "{{ strftime_now('%d %b %Y') }}" + tiny_run.CHATML
+    (files / "chat_template.jinja").write_text(template)
+    finish(files, out, "--num-steps", "2")
+    facts, today = json.loads((out / "run.json").read_text()), datetime.date.today()
+    assert facts["config"]["task"]["chat_template_date"] is None
+    facts["start_time"] = "2024-02-29T23:59:59+01:00"
+    (out / "run.json").write_text(json.dumps(facts))
+    finish(files, out, "--num-steps", "4")
+    days = {
+        line["step"]: line["prompt"].partition("<|im_start|>")[0]
+        for line in read_lines(out / "samples.jsonl")
+    }
+    assert days == {0: f"{today:%d %b %Y}", 1: f"{today:%d %b %Y}", 2: "29 Feb 2024", 3: "29 Feb 2024"}
+    set_day = finish(files, tmp_path / "other", "--num-steps", "1", "--task.chat-template-date", "2020-01-02")
+    (line,) = {line["prompt"][:11] for line in read_lines(tmp_path / "other" / "samples.jsonl")}
+    assert line == "02 Jan 2020" and set_day
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,12 @@ def test_reward_functions_see_calls_and_results_by_name():
     assert "tool_calls" not in with_tool_calls(turns, {"other"})[0]
 
 
+@pytest.mark.parametrize("text", ["", " ", "\n\n", "\t \n", " a ", "{", "<tool_call>"])
+def test_a_turn_without_calls_keeps_its_text_white_space_too(text):
+    turns = [{"role": "assistant", "content": text}]
+    assert with_tool_calls(turns, {"add"}) == with_tool_calls(turns, set()) == turns
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tiny_run.write_model(tmp_path_factory.mktemp("model"), max_positions=1024)

@@ -77,6 +77,7 @@ def run(arguments: list[str]) -> None:
         data=names[0],
         assistant_only_loss=options.assistant_only_loss,
         text_column=options.text_column,
+        allow_special_tokens=options.task.allow_special_tokens,
         max_length=1 << 30,  # rows are shown and counted whole
     )
     task = dataclasses.replace(options.task, name=names[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 from qerl.cli.arguments import announce, expand, names_or_help, parse_options
 from qerl.config import ModelConfig, RunConfig, TaskConfig
 from qerl.config.options import EvalOptions
-from qerl.config.stored import read_run_config
+from qerl.config.stored import read_run_config, with_start_day
 from qerl.errors import UserError, require
 from qerl.eval.catalog import BENCHMARKS, is_rows_file, parse_benchmarks
 
@@ -43,6 +43,7 @@ def run(arguments: list[str]) -> None:
     if config is not None:  # a folder from elsewhere must not lower this machine's guard
         code = dataclasses.replace(config.task.code, unsafe=False)
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, code=code))
+        config = with_start_day(config, Path(source))
     default = EvalOptions(model=ModelConfig(path=source)) if config is None else run_sampling(config)
     if benchmarks:
         default = paper_sampling(default)

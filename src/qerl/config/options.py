@@ -166,6 +166,10 @@ class ServeOptions:
     system_prompt: str | None = None
     """System message of chats that have none; None uses the chat template's default."""
 
+    allow_special_tokens: bool = False
+    """Read control tokens in the text of chat messages as control tokens, not as text: a client's message may
+    then forge a system turn. The prompts of /v1/completions are read as written."""
+
     max_body_bytes: int = 262_144
     """Maximum size of a request's body, in bytes."""
 

@@ -37,6 +37,10 @@ class SftConfig:
     """Learn only what the assistant says, or the completion; else every token after the first. A text without
     roles is learned whole."""
 
+    allow_special_tokens: bool = False
+    """Read control tokens in the text of messages as control tokens, not as text. Rows without messages are
+    read as written."""
+
     text_column: str = "text"
     """Column of rows that are plain texts."""
 

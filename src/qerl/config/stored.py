@@ -1,6 +1,7 @@
 """Read the config that a run stored."""
 
 import dataclasses
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ def with_stored_base(config: RunConfig, run: Path) -> RunConfig:
     if not (run / BASE).is_dir():
         raise UserError(f"{run}: has no folder {BASE} with the calibrated model; `qerl train` writes it")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(run / BASE)))
+
+
+def with_start_day(config: RunConfig, run: Path) -> RunConfig:
+    """Return the config with a task.chat_template_date: the day on which the run in this folder started, or
+    today if it has no step yet, where none is set."""
+    if config.task.chat_template_date is not None:
+        return config
+    day, steps, facts = str(datetime.date.today()), run / "metrics.jsonl", run / "run.json"
+    if facts.is_file() and steps.is_file() and steps.stat().st_size:
+        day = str(parse_json(read_regular(facts)).get("start_time", day))[: len(day)]
+    return dataclasses.replace(config, task=dataclasses.replace(config.task, chat_template_date=day))
 
 
 def parse_run_config(data: dict[str, Any]) -> RunConfig:

@@ -1,6 +1,7 @@
 """The task: data, prompts and rewards."""
 
 import dataclasses
+import datetime
 import json
 from typing import Any, Literal
 
@@ -90,8 +91,16 @@ class TaskConfig:
     """Prompts that get the chat template. all: plain-text prompts too, as user messages. messages: a plain
     text is given to the model as it is, and rewards receive texts."""
 
+    allow_special_tokens: bool = False
+    """Read `<|im_end|>` and other control tokens in the text of messages as control tokens: a message may
+    then end its turn and begin another one. False: they are text. Plain texts are read as written."""
+
     chat_template_kwargs: str = "{}"
     """Variables of the chat template, as a JSON object: `{"enable_thinking": false}`."""
+
+    chat_template_date: str | None = None
+    """Day that `strftime_now` of a chat template gives, such as 2026-11-29; None: that on which the run
+    started, also in a resumed run and its evaluation."""
 
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of messages."""
@@ -155,9 +164,20 @@ class TaskConfig:
         for name in ("chat_template_kwargs", "env_options"):
             text = getattr(self, name)
             require(isinstance(_parsed(text), dict), f"task.{name} must be a JSON object, got {text}")
+        day = self.chat_template_date
+        require(
+            day is None or _is_day(day), f"task.chat_template_date must be a day like 2026-11-29, got {day}"
+        )
         num_weights, num_rewards = len(self.reward_weights), len(self.rewards)
         wrong = f"task.reward_weights must be one for each of {num_rewards} rewards, got {num_weights}"
         require(num_weights in (0, num_rewards), wrong)
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return str(datetime.date.fromisoformat(text)) == text
+    except ValueError:
+        return False
 
 
 def _parsed(text: str) -> Any:

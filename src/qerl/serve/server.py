@@ -20,6 +20,7 @@ from qerl.serve.connections import ApiServer
 from qerl.serve.gate import BusyApp
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.request import RequestParser
+from qerl.tasks.chat_tokens import allow_special_tokens
 
 KEY_VARIABLE = "QERL_API_KEY"
 
@@ -29,6 +30,7 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
     key = read_api_key(options.api_key_file)
     with _listen(options, has_key=key is not None) as listener:
         model = load_model(source, run, options.model, with_adapter=options.with_adapter)
+        allow_special_tokens(model.engine.tokenizer, options.allow_special_tokens)
         batcher = make_batcher(model, options)
         parser = RequestParser(model=model, options=options, name=options.name or Path(source).name)
         server = make_server(make_app(parser, batcher, api_key=key), options)

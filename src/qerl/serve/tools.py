@@ -72,7 +72,9 @@ class ToolCallStream:
         """Return what is left once the answer is complete."""
         rest, self._pending = self._pending, ""
         parsed = self._parse(rest.strip().removeprefix(_OPEN))
-        return ("", parsed) if parsed else (self._text(rest), [])
+        if parsed:
+            return "", parsed
+        return self._text(rest) if self.num_calls else rest, []
 
     def _text(self, text: str) -> str:
         """Return the text without blanks around calls."""

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config.sft import SftConfig
 from qerl.errors import UserError
-from qerl.tasks.prompt import BadRow, join_messages
+from qerl.tasks.chat_tokens import encoded, quoted, unquoted
+from qerl.tasks.prompt import BadRow
 from qerl.tasks.row_values import value_fault
 from qerl.tasks.rows import RowTable
 from qerl.types import Group, Prompt, Sample
@@ -36,6 +37,7 @@ class Piece:
     """A part of a row's text."""
 
     text: str
+    """With the marks of chat_tokens.py where it is of a chat."""
     is_learned: bool
     is_plain: bool = False
     """True if the tokenizer's own special tokens go before it, as before any text without a template."""
@@ -100,7 +102,8 @@ class Demonstrator:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SftConfig, stop_ids: frozenset[int]):
         self._tokenizer, self._config = tokenizer, config
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._stop_texts = tuple(tokenizer.convert_ids_to_tokens(sorted(stop_ids)))
+        texts = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
+        self._stop_texts = tuple(text for text in texts if text is not None)  # None: beyond the vocabulary
         self.num_cut = 0
         """Demonstrations longer than max_length."""
         self.num_split = 0
@@ -175,12 +178,15 @@ class Demonstrator:
         if not turns:
             raise BadRow("has no assistant's turn after another message")
         variables = {"tools": row["tools"]} if row.get("tools") else {}
+        marked = messages
+        if not self._config.allow_special_tokens:
+            marked, variables = quoted(self._tokenizer, (messages, variables))
         rendered = [
-            (self._render(messages[:i], True, variables), self._render(messages[: i + 1], False, variables))
+            (self._render(marked[:i], True, variables), self._render(marked[: i + 1], False, variables))
             for i in turns
         ]
         for i, (before, after) in zip(turns, rendered, strict=True):
-            if not all(name in after[len(before) :] for name in _called_names(messages[i])):
+            if not all(name in after[len(before) :] for name in _called_names(marked[i])):
                 raise BadRow(f"the chat template leaves out the tool_calls of message {i + 1}")
             if not after.startswith(before):
                 raise BadRow("the chat template does not render an assistant's turn after its own opening")
@@ -208,7 +214,7 @@ class Demonstrator:
 
     def _render(self, messages: list[Message], opens_turn: bool, variables: Mapping[str, Any]) -> str:
         if not self._tokenizer.chat_template:
-            return join_messages(self._tokenizer, messages)[0] + ("\n\n" if opens_turn else "")
+            return "\n\n".join(message["content"] for message in messages) + ("\n\n" if opens_turn else "")
         try:
             options = {"tokenize": False, "add_generation_prompt": opens_turn, **variables}
             text = self._tokenizer.apply_chat_template(messages, **options)
@@ -220,7 +226,7 @@ class Demonstrator:
     def _tokenized(self, pieces: list[Piece], messages: list[Message] | None) -> Demonstration:
         tokens_T, learned_T = array("q"), bytearray()
         for piece in pieces:
-            ids = list(self._tokenizer(piece.text, add_special_tokens=piece.is_plain)["input_ids"])
+            ids: list[Any] = encoded(self._tokenizer, piece.text, with_special_tokens=piece.is_plain)
             ids += self._end if piece.is_ended else []
             tokens_T.extend(ids)
             learned_T += bytes([piece.is_learned]) * len(ids)
@@ -233,8 +239,8 @@ class Demonstrator:
         return Demonstration(
             tokens_T=tokens_T[:limit],
             learned_T=bytes(learned_T[:limit]),
-            prompt_text=pieces[0].text,
-            answer=reply,
+            prompt_text=unquoted(pieces[0].text),
+            answer=unquoted(reply),
             messages=messages,
         )
 

@@ -5,12 +5,14 @@
 Braces in the template name columns. `{question}` also stands for the prompt column's string, so the default
 template is that string unchanged. A prompt column with messages is the conversation itself, without template.
 Without a chat template, or with task.chat messages, a text stays plain, with the special tokens that the
-tokenizer adds to any text; the prompt then has messages only if the data set has.
+tokenizer adds to any text; the prompt then has messages only if the data set has. Control tokens written in a
+plain text are read as such, those in a message are text (chat_tokens.py).
 
 Most rows decide whether the prompt column holds texts, numbers or messages. A row that no prompt can be made
 of is a BadRow, which the task leaves out.
 """
 
+import datetime
 import json
 import string
 from collections import Counter
@@ -21,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
+from qerl.tasks.chat_tokens import encoded, quoted, unquoted
 from qerl.tasks.row_values import is_json, is_unicode, value_fault
 from qerl.tasks.rows import RowTable
 from qerl.tasks.template_process import render_template
@@ -148,9 +151,12 @@ class Renderer:
         return self._with_system([{"role": "user", "content": self._fill_template(row, content)}])
 
     def _tokens(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-        render = render_chat if self._has_template else join_messages
         try:
-            text, tokens_T = render(self._tokenizer, messages)
+            if self._has_template:
+                text, tokens_T = render_chat(self._tokenizer, messages)
+            else:
+                num_plain = 0 if self.has_messages else len(messages)
+                text, tokens_T = join_messages(self._tokenizer, messages, num_plain)
         except UserError as error:
             raise BadRow(str(error)) from error
         if not tokens_T:
@@ -185,6 +191,20 @@ def set_template_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[s
         tokenizer.chat_template = f"{blocks}\n{template}"  # transformers drops a block's newline
 
 
+def set_template_date(tokenizer: PreTrainedTokenizerBase, day: str | None) -> None:
+    """Let `strftime_now` of the tokenizer's chat template give this day, such as 2026-11-29, at midnight;
+    None leaves it the time of each rendering. transformers hands no function to a template: it is a macro."""
+    template = tokenizer.chat_template
+    if day is None or not isinstance(template, str) or "strftime_now" not in template:
+        return
+    date = datetime.datetime.fromisoformat(day)
+    codes = [f"%-{letter}" for letter in "dHIjmMSy"] + [f"%{letter}" for letter in string.ascii_letters]
+    known = {code: text for code in codes if (text := date.strftime(code)) != code}
+    steps = "".join(f" | replace({_literal(code)}, {_literal(text)})" for code, text in known.items())
+    macro = f"{{% macro strftime_now(format) %}}{{{{ format{steps} }}}}{{% endmacro %}}"
+    tokenizer.chat_template = f"{macro}\n{template}"
+
+
 def _literal(value: Any) -> str:
     """Return a JSON value as Jinja writes it."""
     if isinstance(value, dict):
@@ -204,13 +224,23 @@ def render_chat(
     variables: further ones of the template, such as tools."""
     if not tokenizer.chat_template:
         return join_messages(tokenizer, messages)
+    marked = _render_marked(tokenizer, messages, variables)
+    return unquoted(marked), encoded(tokenizer, marked)
+
+
+def _render_marked(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None,
+) -> str:
+    """Return the text of `render_chat` with the marks of chat_tokens.py."""
     goes_on = messages[-1]["role"] == "assistant"
+    marked, variables = quoted(tokenizer, (list(messages), dict(variables or {})))
     try:
-        text = render_template(tokenizer, messages, continues_last=goes_on, variables=variables or {})
+        return render_template(tokenizer, marked, continues_last=goes_on, variables=variables)
     except UserError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"the tokenizer's chat template rejects messages of {roles}: {error}") from None
-    return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def chat_reply_tokens(
@@ -227,10 +257,10 @@ def chat_reply_tokens(
     while any(marker in str(message) for message in messages):
         marker += "_"
     opening = [{"role": "user", "content": marker}, {"role": "assistant", "content": marker}]
-    _, mark, text = render_chat(tokenizer, [*opening, *messages], variables)[0].rpartition(marker)
+    _, mark, text = _render_marked(tokenizer, [*opening, *messages], variables).rpartition(marker)
     if not mark:
         raise UserError("the tokenizer's chat template leaves out the assistant's messages")
-    return list(tokenizer(text.removeprefix(ended_by), add_special_tokens=False)["input_ids"])
+    return encoded(tokenizer, text.removeprefix(ended_by))
 
 
 def special_end(tokenizer: PreTrainedTokenizerBase, tokens_T: Sequence[int]) -> str:
@@ -244,16 +274,18 @@ def plain_reply_tokens(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ended_by: str
 ) -> list[int]:
     """Return these tokens without a chat template: messages separated by empty lines."""
-    text = "\n\n".join(["", *(message["content"] for message in messages), ""])
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    contents = quoted(tokenizer, [message["content"] for message in messages])
+    return encoded(tokenizer, "\n\n".join(["", *contents, ""]))
 
 
 def join_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], num_plain: int = 0
 ) -> tuple[str, list[int]]:
-    """Return (text, tokens) of the messages without their roles."""
-    text = "\n\n".join(message["content"] for message in messages)
-    return text, list(tokenizer(text)["input_ids"])
+    """Return (text, tokens) of the messages without their roles. num_plain: how many of them, from the first,
+    are no messages but plain texts."""
+    contents = [message["content"] for message in messages]
+    marked = "\n\n".join([*contents[:num_plain], *quoted(tokenizer, contents[num_plain:])])
+    return unquoted(marked), encoded(tokenizer, marked, with_special_tokens=True)
 
 
 def _check_messages(messages: Any, column: str) -> list[dict[str, str]]:

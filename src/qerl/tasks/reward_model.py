@@ -13,6 +13,7 @@ import torch
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
+from qerl.tasks.chat_tokens import encoded, quoted
 from qerl.tasks.scoring import Failure, Text, finite_number
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -76,12 +77,14 @@ class RewardModel:
     def _tokens(self, prompt: Text, completion: Text) -> list[int]:
         tokenizer = self._tokenizer
         if isinstance(prompt, str) or isinstance(completion, str) or not tokenizer.chat_template:
-            text = _joined(prompt) + _joined(completion)
-            ids = tokenizer(text)["input_ids"]
+            texts = (
+                text if isinstance(text, str) else quoted(tokenizer, text) for text in (prompt, completion)
+            )
+            ids = encoded(tokenizer, "".join(map(_joined, texts)), with_special_tokens=True)
         else:
-            text = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return list(ids)[-self._config.max_length :]
+            messages = quoted(tokenizer, [*prompt, *completion])
+            ids = encoded(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False))
+        return ids[-self._config.max_length :]
 
     @torch.no_grad()
     def _values(self, batch: list[list[int]]) -> list[float]:

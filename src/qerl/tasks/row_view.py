@@ -19,8 +19,9 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import SftConfig, TaskConfig
+from qerl.tasks.chat_tokens import allow_special_tokens
 from qerl.tasks.demonstrations import Demonstrator, form_of
-from qerl.tasks.prompt import Renderer, set_template_variables
+from qerl.tasks.prompt import Renderer, set_template_date, set_template_variables
 from qerl.tasks.rows import RowTable, open_rows
 
 Kind = Literal["prompt", "sft"]
@@ -77,6 +78,8 @@ def view_rows(
     task.num_held_out. kind: prompt, sft, or auto: as the first rows look."""
     rows, held_out = open_rows(task)
     set_template_variables(tokenizer, json.loads(task.chat_template_kwargs))
+    allow_special_tokens(tokenizer, task.allow_special_tokens)
+    set_template_date(tokenizer, task.chat_template_date)
     made: Kind = _kind(rows, sft) if kind == "auto" else "sft" if kind == "sft" else "prompt"
     tables = [rows] if held_out is None else [rows, held_out]
     if made == "sft":

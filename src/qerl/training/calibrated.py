@@ -20,8 +20,7 @@ from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
-from qerl.models.checkpoint.state_dict import architecture_of
-from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.checkpoint.tokenizer import stop_token_ids
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
@@ -30,6 +29,7 @@ from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups
 from qerl.models.quantize.gptq import requantize
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import Task
+from qerl.training.policy import load_task
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import GenerateRequest
@@ -75,9 +75,7 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     if layout_of(checkpoint) is not None:
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
     notice(f"model.calibrate {model.calibrate}: quantizing {model.path}, which takes minutes")
-    tokenizer = load_tokenizer(model.path)
-    max_prompt_tokens = architecture_of(checkpoint).max_positions - config.sample.max_tokens
-    task = Task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
+    tokenizer, task = load_task(config)
     groups = _sampled(config, checkpoint, tokenizer, task)
     rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=torch.device(model.device))
     decoder = _float_decoder(checkpoint, torch.float32, model.device, resident=False)

@@ -27,7 +27,8 @@ from qerl.models.quantize.quantization_check import TEXT, check_quantization
 from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.transformers_backend.backend import backend_of, max_positions_of
 from qerl.tasks import RewardPool, Task
-from qerl.tasks.prompt import set_template_variables
+from qerl.tasks.chat_tokens import allow_special_tokens
+from qerl.tasks.prompt import set_template_date, set_template_variables
 from qerl.training.rollouts.teacher import teacher_checkpoint
 from qerl.types import Prompt
 
@@ -87,6 +88,8 @@ def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase
     max_positions = max_positions_of(config.model)
     tokenizer = load_tokenizer(config.model.path)
     set_template_variables(tokenizer, json.loads(config.task.chat_template_kwargs))
+    allow_special_tokens(tokenizer, config.task.allow_special_tokens)
+    set_template_date(tokenizer, config.task.chat_template_date)
     return tokenizer, max_positions - config.sample.max_tokens
 
 

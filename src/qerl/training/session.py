@@ -11,12 +11,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
+from qerl.config.stored import with_start_day
 from qerl.errors import RunError, quantity
 from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import Ranks, join_ranks
@@ -73,7 +75,7 @@ def train(
     agent = None if agents is None else agents.function
     with (
         join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks,
-        join_cluster(config, ranks) as cluster,
+        join_cluster(dated := _with_start_day(config, ranks), ranks) as cluster,
         open_run(config, ranks, observer) as opened,
         RewardPool(config.task, functions=rewards, agent=agent) as pool,
     ):
@@ -81,7 +83,12 @@ def train(
         opened.journal.start(config, {**pool.sources, **file_sources(*rows)} if ranks.is_first else {})
         if ranks.is_first:
             remember_started(opened.folder, config.task.rewards)
-        return opened.complete(config, partial(_load, config, opened, pool, cluster, agents))
+        return opened.complete(config, partial(_load, dated, opened, pool, cluster, agents))
+
+
+def _with_start_day(config: RunConfig, ranks: Ranks) -> RunConfig:
+    day = ranks.from_first(lambda: with_start_day(config, Path(config.out)).task.chat_template_date)
+    return with_fields(config, "task", chat_template_date=day)
 
 
 def _load(

@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, RunConfig, SftConfig
+from qerl.config.stored import with_start_day
 from qerl.errors import quantity, require
 from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import join_ranks
@@ -29,6 +30,7 @@ from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.device import resolve_device
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.models.transformers_backend.backend import max_positions_of
+from qerl.tasks.prompt import set_template_date
 from qerl.tasks.rows import check_file, file_sources
 from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import NullJournal, StepLog
@@ -79,6 +81,7 @@ def fine_tune(
 def read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
     """Read the rows to imitate and those to evaluate, as tokens of the model."""
     check_backend(config)
+    set_template_date(tokenizer, with_start_day(config, Path(config.out)).task.chat_template_date)
     check_file("data", config.sft.data)
     check_file("eval_data", config.sft.eval_data)
     return SftRows.read(
@@ -103,6 +106,7 @@ def held_out_loss(config: RunConfig, data: str) -> tuple[float, int]:
     with join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks:
         tokenizer, journal = load_tokenizer(config.model.path), NullJournal()
         sft = dataclasses.replace(_within_positions(config.sft, config.model), data=data, eval_data=None)
+        set_template_date(tokenizer, with_start_day(config, Path(config.out)).task.chat_template_date)
         stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
         rows = SftRows.read_evaluated(sft, tokenizer, stop_ids)
         opened = OpenRun(Path(config.out), ranks, journal, StopSignal(journal.notice), NullObserver())

@@ -8,6 +8,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from qerl.config import RunConfig
+from qerl.config.stored import with_start_day
 from qerl.errors import require
 from qerl.learner import checkpoint
 from qerl.tasks import RewardPool, Task
@@ -29,6 +30,7 @@ def evaluate(
     checkpoints = Path(config.out) / "checkpoints"
     newest = checkpoint.find_latest(checkpoints)[0]
     with RewardPool(config.task, functions=functions) as pool:
+        config = with_start_day(config, Path(config.out))
         tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
         task = Task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
         sampler = load_trained_sampler(

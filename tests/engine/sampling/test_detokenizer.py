@@ -57,6 +57,27 @@ def test_text_is_cut_before_the_first_of_the_stop_strings():
     assert text.decode(tokens_of("a", "b", "x")) == "abx"
 
 
+@pytest.mark.parametrize(
+    ("stop", "tokens", "seen_after", "text"),
+    [
+        ("<pad>", ["a", "<pad>", "b"], 2, "a"),
+        ("<eos>", ["ab", "c", "<pad>", "<eos>"], 4, "abc"),
+        ("<pad>", ["<pad>"], 1, ""),
+        ("c<pad>", ["ab", "<pad>", "c", "<pad>", "a"], 4, "ab"),
+        ("de<pad>", ["a", "cde", "<pad>"], 3, "ac"),  # from the inside of a token
+        ("<pad>b", ["a", "<pad>", "c", "<pad>", "b", "x"], 5, "ac"),
+        ("<pad><eos>", ["a", "<pad>", "<eos>"], 3, "a"),
+        ("<pad>x", ["a", "<pad>", "b"], None, "ab"),
+        ("pad", ["a", "<pad>", "b"], None, "ab"),  # a part of a special token's name is none
+        ("<pad>", ["a", "\u00c3", "\u00a9", "<pad>"], 4, "a\u00e9"),
+    ],
+)
+def test_a_stop_string_with_a_special_token_is_seen_and_cut_off(stop, tokens, seen_after, text):
+    detokenizer, tokens_T = Detokenizer(tokenizer(), (stop, "zz")), tokens_of(*tokens)
+    assert first_stop(detokenizer, tokens_T) == seen_after
+    assert detokenizer.decode(tokens_T[:seen_after]) == text
+
+
 def test_tokens_beyond_the_tokenizer_are_no_text():
     padded = len(VOCABULARY) + 3  # a model's table is often larger than its tokenizer's
     text = Detokenizer(tokenizer(), ("ab",))

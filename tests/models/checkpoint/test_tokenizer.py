@@ -155,22 +155,93 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [('{"eos_token_id": [2, 1]}', {0, 1, 2}), ('{"eos_token_id": 2}', {0, 2}), ("{}", {0}), (None, {0})],
-)
-def test_a_sample_stops_at_eos_and_at_what_the_generation_config_adds(tmp_path, config, expected):
-    folder = folder_with_tokenizer(tmp_path)
+def transformers_ends(folder):
+    """The ids at which transformers' generation stops, by the code that loads a model for it."""
+    model, at = tiny(num_hidden_layers=1), {"cache_dir": None, "force_download": False, "proxies": None}
+    at |= {"local_files_only": True, "token": None, "revision": "main", "subfolder": ""}
+    model.adjust_generation_fn(
+        generation_config=None,
+        from_auto_class=False,
+        from_pipeline=None,
+        pretrained_model_name_or_path=str(folder),
+        trust_remote_code=False,
+        **at,
+    )
+    ends = model.generation_config.eos_token_id
+    return set(ends) if isinstance(ends, list) else {ends} - {None}
+
+
+ENDS = {  # entries of generation_config.json and config.json; None: no file, or no entry
+    "generation_config, one": ({"eos_token_id": 2}, None, {2}),
+    "generation_config, a list": ({"eos_token_id": [2, 1]}, None, {1, 2}),
+    "config, one, without the file": (None, {"eos_token_id": 3}, {3}),
+    "config, a list, without the file": (None, {"eos_token_id": [3, 4]}, {3, 4}),
+    "both, equal": ({"eos_token_id": [3]}, {"eos_token_id": 3}, {3}),
+    "both, disagreeing": ({"eos_token_id": 5}, {"eos_token_id": [3, 4]}, {5}),
+    "nested": (None, {"text_config": {"eos_token_id": [6, 7]}}, {6, 7}),
+    "nested, and above": (None, {"eos_token_id": 3, "text_config": {"eos_token_id": [6, 7]}}, {3}),
+    "nested in a decoder": (None, {"decoder": {"eos_token_id": 8}}, {8}),
+    "nested, and null above": (None, {"eos_token_id": None, "text_config": {"eos_token_id": 9}}, {9}),
+    "the tokenizer alone": (None, {}, set()),
+    "null in both": ({"eos_token_id": None}, {"eos_token_id": None}, set()),
+}
+
+
+def folder_with_ends(folder, generation, config):
+    folder_with_tokenizer(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    if config is not None:
-        (folder / "generation_config.json").write_text(config)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    stored = json.loads((folder / "config.json").read_text())
+    stored.pop("eos_token_id")
+    (folder / "config.json").write_text(json.dumps(stored | (config or {})))
     tokenizer = load_tokenizer(str(folder))
-    assert stop_token_ids(tokenizer, locate(str(folder))) == expected
+    return tokenizer, stop_token_ids(tokenizer, locate(str(folder)))
 
 
-def test_a_gguf_stops_at_eos_and_at_the_end_of_turn(tmp_path):
-    path = gguf_path(tmp_path, changes={"tokenizer.ggml.eot_token_id": 7})
+@pytest.mark.parametrize(("generation", "config", "expected"), ENDS.values(), ids=ENDS)
+def test_a_sample_stops_where_transformers_stops_and_at_the_tokenizers_eos(
+    tmp_path, generation, config, expected
+):
+    tokenizer, ends = folder_with_ends(tmp_path, generation, config)
+    assert transformers_ends(tmp_path) == expected
+    assert ends == expected | {tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize("generation", [{}, {"eos_token_id": None}, {"eos_token_id": []}, {"top_k": 5}])
+@pytest.mark.parametrize("config", [{"eos_token_id": [3, 4]}, {"text_config": {"eos_token_id": [3, 4]}}])
+def test_where_the_generation_config_names_no_end_that_of_the_config_is_taken(tmp_path, generation, config):
+    tokenizer, ends = folder_with_ends(tmp_path, generation, config)
+    assert ends == {tokenizer.eos_token_id, 3, 4}  # transformers would not stop at all
+
+
+def test_an_end_in_the_config_that_is_no_token_id_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"/config\.json: eos_token_id must be a token id or a list of them"):
+        folder_with_ends(tmp_path, None, {"text_config": {"eos_token_id": "</s>"}})
+
+
+@pytest.mark.parametrize("key", ["eot_token_id", "eom_token_id"])
+def test_a_gguf_stops_at_eos_and_at_the_ends_of_turns_and_messages(tmp_path, key):
+    path = gguf_path(tmp_path, changes={f"tokenizer.ggml.{key}": 7})
     assert stop_token_ids(load_tokenizer(path), locate(path)) == {1, 7}
+
+
+@pytest.mark.parametrize(
+    ("texts", "kind", "num_ends"),
+    [
+        (["<|eot_id|>", "<|eom_id|>"], 3, 2),
+        (["<end_of_turn>", "<|im_start|>user"], 3, 1),
+        (["<|end|>"], 3, 1),
+        (["<|return|>", "<|end|>"], 3, 1),  # gpt-oss: <|end|> ends a message within an answer
+        (["<|eot_id|>"], 1, 0),  # plain text
+    ],
+)
+def test_a_gguf_stops_at_control_tokens_that_are_known_to_end_a_turn(tmp_path, texts, kind, num_ends):
+    tokens = [*byte_tokens(), *texts]
+    kinds = [3, 3] + [1] * (len(tokens) - 2 - len(texts)) + [kind] * len(texts)
+    path = gguf_path(tmp_path, tokens=tokens, kinds=kinds)
+    ends = {1, *range(len(byte_tokens()), len(byte_tokens()) + num_ends)}
+    assert stop_token_ids(load_tokenizer(path), locate(path)) == ends
 
 
 def test_the_built_in_model_talks_as_its_makers_say():

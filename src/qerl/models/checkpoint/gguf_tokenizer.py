@@ -188,6 +188,12 @@ def _add_whole_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -
         tokenizer.add_special_tokens(added) if is_special else tokenizer.add_tokens(added)
 
 
+def control_tokens(file: GgufFile, texts: set[str]) -> set[int]:
+    """Return the ids of the file's control tokens that have one of these texts."""
+    pairs = zip(_array(file, "tokens", str), _array(file, "token_type", int), strict=False)
+    return {i for i, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in texts}
+
+
 def _array(file: GgufFile, key: str, item_type: type) -> list[Any]:
     values = file.metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(values, list) or not all(isinstance(value, item_type) for value in values):

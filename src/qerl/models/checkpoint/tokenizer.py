@@ -8,12 +8,15 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedCo
 
 from qerl.errors import UserError
 from qerl.models.checkpoint.gguf_file import GgufFile
-from qerl.models.checkpoint.gguf_tokenizer import gguf_tokenizer
+from qerl.models.checkpoint.gguf_tokenizer import control_tokens, gguf_tokenizer
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.safetensors_file import check_size
 from qerl.models.checkpoint.source import ModelSource, locate
 
 _MAX_TOKEN_ID = (1 << 31) - 1
+_TEXT_CONFIGS = "decoder", "generator", "text_config"  # in which GenerationConfig.from_model_config looks
+_GGUF_ENDS = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
+_TURN_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>"}
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
@@ -63,17 +66,33 @@ def _names_class(path: Path) -> bool:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> frozenset[int]:
-    """Return the tokens that end a sample: the tokenizer's eos and those of generation_config.json."""
-    tokens: list[Any] = [tokenizer.eos_token_id]
-    file, key, listed = source.path, "tokenizer.ggml.eot_token_id", None
+    """Return the tokens that end a sample: the tokenizer's eos, and those at which transformers' generation
+    stops: of generation_config.json or, if it names none, of config.json. Of a GGUF: its eos, eot and eom,
+    and the control tokens that llama.cpp knows as ends of a turn by their text."""
+    eos: Any = tokenizer.eos_token_id
+    ids = set() if eos is None else {eos}
     if source.is_gguf:
-        listed = GgufFile(file).metadata.get(key)
-    elif (source.path / "generation_config.json").is_file():
-        file, key = source.path / "generation_config.json", "eos_token_id"
-        listed = read_json(file).get(key)
-    tokens += listed if isinstance(listed, list) else [listed]
+        file = GgufFile(source.path)
+        for key in _GGUF_ENDS:
+            ids |= _token_ids(source.path, key, file.metadata.get(key))
+        # <|end|> ends a message within an answer where there is <|return|>: gpt-oss
+        has_return = control_tokens(file, {"<|return|>"})
+        return frozenset(ids | control_tokens(file, _TURN_ENDS - {"<|end|>"} if has_return else _TURN_ENDS))
+    for name, sections in (("generation_config.json", ()), ("config.json", _TEXT_CONFIGS)):
+        file = source.path / name
+        config = read_json(file) if file.is_file() else {}
+        nested = next((config[section] for section in sections if config.get(section)), None)
+        for each in (config, nested if isinstance(nested, dict) else {}):
+            if named := _token_ids(file, "eos_token_id", each.get("eos_token_id")):
+                return frozenset(ids | named)
+    return frozenset(ids)
+
+
+def _token_ids(file: Path, key: str, listed: Any) -> set[int]:
+    """Return the ids of an entry; raise UserError for what is none."""
+    tokens = listed if isinstance(listed, list) else [listed]
     for token in tokens:
         is_id = isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= _MAX_TOKEN_ID
         if token is not None and not is_id:
             raise UserError(f"{file}: {key} must be a token id or a list of them, got {repr(token)[:80]}")
-    return frozenset(token for token in tokens if token is not None)
+    return {token for token in tokens if token is not None}

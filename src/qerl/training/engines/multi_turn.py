@@ -248,9 +248,12 @@ class MultiTurnEngine(ReplayingEngine):
             text = question[-1]["content"] + opening[0]["content"]
             question, opening = question[:-1], [{**question[-1], "content": text}, *opening[1:]]
         messages = [*question, *opening]
-        render = render_chat if self._between(prompt) is chat_reply_tokens else join_messages
+        num_plain = len(question) if prompt.messages is None else 0
         try:
-            text, tokens_T = render(self._tokenizer, messages)
+            if self._between(prompt) is chat_reply_tokens:
+                text, tokens_T = render_chat(self._tokenizer, messages)
+            else:
+                text, tokens_T = join_messages(self._tokenizer, messages, num_plain)
             if len(tokens_T) <= self._max_prompt_tokens:
                 return dataclasses.replace(prompt, text=text, tokens_T=tokens_T, messages=messages)
             limit = self._max_prompt_tokens

@@ -107,6 +107,13 @@ def read_off_policy_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) 
         return None
     check_file("distil.data", distil.data)
     max_length = min(2048, architecture_of(source.open()).max_positions)  # that of qerl sft
-    sft = SftConfig(data=distil.data, split=distil.split, eval_fraction=0.0, max_length=max_length)
+    allowed = config.task.allow_special_tokens
+    sft = SftConfig(
+        data=distil.data,
+        split=distil.split,
+        eval_fraction=0.0,
+        max_length=max_length,
+        allow_special_tokens=allowed,
+    )
     stop_ids = stop_token_ids(tokenizer, source)
     return SftRows.read(sft, tokenizer, stop_ids, max_evaluated=0, seed=config.seed)
