@@ -145,7 +145,7 @@ def test_a_failed_request_does_not_end_the_batcher(model, batcher):
     assert len(fine.future.result(timeout=30)) == 1
 
 
-def test_a_failed_batch_fails_its_requests_and_the_next_ones_get_another(model, batcher, monkeypatch, capsys):
+def test_a_failed_batch_fails_its_requests_and_the_next_ones_get_another(model, batcher, monkeypatch, caplog):
     def fail(self):
         raise RuntimeError("the device is gone")
 
@@ -157,7 +157,7 @@ def test_a_failed_batch_fails_its_requests_and_the_next_ones_get_another(model, 
             lost.future.result(timeout=30)
     batcher.submit(fine := request_of(model, "a"))
     assert len(fine.future.result(timeout=30)) == 1
-    assert "the device is gone" in capsys.readouterr().err
+    assert "the device is gone" in caplog.text
 
 
 def test_a_full_queue_rejects_requests_and_closing_rejects_those_that_wait(model):

@@ -1,11 +1,15 @@
 """Clients that hold connections, send slowly, or send no HTTP, against a real server with small limits."""
 
+import concurrent.futures
 import contextlib
+import json
 import os
 import re
 import resource
 import select
 import signal
+import socket
+import struct
 import sys
 import time
 
@@ -15,6 +19,7 @@ import pytest
 import tiny_run
 from qerl.cli import main
 from qerl.engine.generation import Generation
+from qerl.serve.response import ChatResponse
 from serve import parts
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "seed": 3}
@@ -230,3 +235,96 @@ def test_without_descriptors_the_server_logs_little_and_goes_on(tmp_path):
         server.kill()
     assert re.search("cannot accept connections: Too many open files", err)
     assert "Traceback" not in err and err.count("\n") < 100
+
+
+BODY = json.dumps(HELLO).encode()
+CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+SECOND = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+TWO_ENDS = [
+    POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n" + CHUNKED,
+    POST + b"transfer-encoding: chunked\r\ncontent-length: 0\r\n\r\n" + CHUNKED,
+    POST + b"content-length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(CHUNKED) + CHUNKED,
+    POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"transfer-encoding: chunked\r\n\r\n" + CHUNKED,
+    POST + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n" + CHUNKED,
+    POST + b"transfer-encoding: chunked, identity\r\n\r\n" + CHUNKED,
+    POST + b"transfer-encoding: xchunked\r\n\r\n" + CHUNKED,
+    POST + b"transfer-encoding : chunked\r\n\r\n" + CHUNKED,
+    POST + b"content-length: 3\r\ncontent-length: 03\r\n\r\n" + CHUNKED,
+    POST + b"content-length: +3\r\n\r\n" + CHUNKED,
+]
+
+
+@pytest.mark.parametrize("sent", TWO_ENDS)
+def test_a_request_with_two_ends_is_refused_and_nothing_behind_it_is_read(model, sent):
+    """A proxy that takes the other end would let a client put words into another's request."""
+    with serving(model) as (address, _), parts.connected(address, sent + SECOND) as connection:
+        answers = parts.received(connection)
+    assert answers.count(b"HTTP/1.1 ") == 1 and re.match(rb"HTTP/1.1 (400|501) ", answers), answers
+
+
+def test_pipelined_requests_are_answered_in_order(model):
+    ask = parts.post(HELLO)
+    last = ask.replace(b"host:", b"connection: close\r\nhost:")
+    with serving(model) as (address, _), parts.connected(address, ask + SECOND + last) as connection:
+        answers = parts.received(connection)
+    found = re.findall(rb'"object":"([a-z.]+)"', answers)
+    assert found == [b"chat.completion", b"list", b"model", b"chat.completion"]
+
+
+def test_a_flood_of_pipelined_requests_is_not_taken_faster_than_it_is_answered(model):
+    with serving(model, send_timeout_s=SHORT_S) as (address, _):
+        with parts.connected(address, receive_bytes=4096) as connection:
+            connection.settimeout(2)
+            sent = 0
+            with contextlib.suppress(OSError):
+                for _ in range(2000):
+                    connection.sendall(SECOND * 500)
+                    sent += 500
+            assert sent < 500_000
+        assert chat(address).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("piece", "status"),
+    [
+        (b"1;" + b"x" * 20_000, b"400|431"),
+        (b"fffffffffffffffff\r\n", b"400|413"),
+        (b"0\r\n" + b"a: b\r\n" * 4000, b"400|431"),
+        (b"1\r\n{\r\n" * 3000, b"400|413"),
+        (b"-1\r\n", b"400"),
+    ],
+)
+def test_chunks_without_sense_or_end_are_refused(model, piece, status):
+    sent = POST + b"transfer-encoding: chunked\r\n\r\n" + piece
+    with serving(model, body_timeout_s=2) as (address, _), parts.connected(address) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        assert re.match(rb"HTTP/1.1 (" + status + rb"|408) ", parts.received(connection))
+
+
+def test_clients_that_vanish_at_any_moment_leave_nothing(model):
+    """With a reset, after each part of a request, and in its answer."""
+    ask = parts.post(HELLO | {"max_tokens": 60, "stream": True})
+    with serving(model, max_connections=100) as (address, batcher):
+        for length in [*range(0, len(ask), 7), *[len(ask)] * 20]:
+            with parts.connected(address, ask[:length]) as connection:
+                if length == len(ask):
+                    time.sleep(0.002 * (length % 10))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        parts.wait_for(lambda: parts.metric(address, "qerl_http_connections") == 1)
+        parts.wait_for(lambda: batcher.kv_pages[0] == 0 and batcher.num_waiting + batcher.num_running == 0)
+        assert chat(address).status_code == 200
+
+
+def test_an_answer_of_many_names_of_tokens_does_not_hold_up_others(model, monkeypatch):
+    """They are written in a thread of their own."""
+    write = ChatResponse.whole
+    monkeypatch.setattr(ChatResponse, "whole", lambda *each: (time.sleep(2), write(*each))[1])
+    with serving(model) as (address, _), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        large = pool.submit(chat, address)
+        parts.wait_for(lambda: parts.metric(address, "qerl_generated_tokens_total") >= 4)
+        began_s = time.monotonic()
+        assert httpx.get(f"{address}/models", timeout=60).status_code == 200
+        assert time.monotonic() - began_s < 1.5 and not large.done()
+        assert large.result().status_code == 200

@@ -1,11 +1,13 @@
 """OpenAI's client against a real server, and the command that starts one."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+import time
 
 import httpx
 import openai
@@ -13,6 +15,7 @@ import pytest
 
 from qerl.cli import main
 from qerl.config.options import ServeOptions
+from qerl.engine.generation import Generation
 from qerl.errors import UserError
 from qerl.serve.server import read_api_key, serve
 from serve import parts
@@ -47,6 +50,9 @@ def asked(client, **changes):
 
 def test_the_client_lists_chats_and_completes(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="this server has tiny"):
+        client.models.retrieve("other")
     chat = asked(client, n=2, temperature=0.8, top_p=0.9, logprobs=True)
     assert [choice.index for choice in chat.choices] == [0, 1]
     assert chat.choices[0].message.content != chat.choices[1].message.content
@@ -165,3 +171,90 @@ def test_the_command_serves_on_loopback_until_ctrl_c(model, tmp_path_factory, al
     finally:
         server.kill()
     assert server.returncode == 130 and KEY not in out + err and "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slow") / "mine"
+    parts.tiny_run.write_model(folder, max_positions=1024)
+    return folder
+
+
+@contextlib.contextmanager
+def slow_server(folder, *, ignores=()):
+    """(the process of the command, its address); a step of the engine takes 20 ms."""
+
+    def work():
+        os.environ.pop("QERL_API_KEY", None)
+        step = Generation.step
+        Generation.step = lambda self: (time.sleep(0.02), step(self))
+        for number in ignores:
+            signal.signal(number, signal.SIG_IGN)
+        sys.argv = ["qerl", "serve", str(folder), "--port", "0", "--model.dtype", "fp32"]
+        main.main()
+
+    server = parts.tiny_run.Forked(work)
+    try:
+        parts.wait_for(lambda: " at " in server.written, most_s=60)
+        yield server, server.written.split(" at ")[1].strip()
+    finally:
+        server.kill()
+
+
+def long_request(address, num_tokens, **changes):
+    fields = {"model": "mine", "messages": HELLO, "max_tokens": num_tokens, "seed": 8, "temperature": 2.0}
+    return httpx.post(f"{address}/chat/completions", json=fields | changes, timeout=60)
+
+
+def running(address):
+    return parts.metric(address, "qerl_requests_running") == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_second_ctrl_c_rejects_what_runs_without_a_traceback(folder, is_stream):
+    with slow_server(folder) as (server, address), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(long_request, address, 900, stream=is_stream)
+        parts.wait_for(lambda: running(address))
+        server.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert not reply.done()
+        began_s = time.monotonic()
+        server.send_signal(signal.SIGINT)
+        assert "the server is shutting down" in reply.result(timeout=30).text
+        assert reply.result().status_code == (200 if is_stream else 503)
+        _, err = server.communicate(timeout=30)
+        assert time.monotonic() - began_s < 4
+    assert "Traceback" not in err and server.returncode == 130
+
+
+def test_a_second_ctrl_c_ends_what_has_not_been_sent_to_its_end(folder):
+    """A body that never ends, and a client that reads nothing."""
+    half = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with slow_server(folder) as (server, address):
+        with parts.connected(address, half + b"content-length: 900\r\n\r\n{") as connection:
+            parts.wait_for(lambda: parts.metric(address, "qerl_http_connections") == 2)
+            for _ in range(2):
+                server.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+            assert parts.received(connection).startswith(b"HTTP/1.1 503")
+        _, err = server.communicate(timeout=30)
+    assert "Traceback" not in err and server.returncode == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_running_requests_are_complete_after_a_hang_up_or_sigterm(folder, number):
+    with slow_server(folder) as (server, address), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(long_request, address, 60)
+        parts.wait_for(lambda: running(address))
+        server.send_signal(number)
+        choice = reply.result(timeout=30).json()["choices"][0]
+        assert choice["finish_reason"] in ("length", "stop") and choice["message"]["content"]
+        _, err = server.communicate(timeout=30)
+    assert "Traceback" not in err and server.returncode not in (0, None)
+
+
+def test_nohup_keeps_a_server(folder):
+    with slow_server(folder, ignores=[signal.SIGHUP]) as (server, address):
+        server.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert long_request(address, 3).status_code == 200 and server.poll() is None

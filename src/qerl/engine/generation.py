@@ -44,6 +44,8 @@ class StoppingCriteria:
     """With the stop strings."""
     on_token: Callable[[LiveSample], bool] | None = None
     """Called for every sampled token; True ends the sample's turn."""
+    on_failure: Callable[[LiveSample, UserError], None] | None = None
+    """Called for a sample that cannot go on, which then ends alone; None: the call ends with that error."""
     conversation: Conversation | None = None
 
     def text(self, tokens_T: list[int]) -> str:
@@ -400,11 +402,15 @@ class Generation:
         return True
 
     def _append(self, s: LiveSample, token: int, logprob: float) -> None:
-        if not math.isfinite(logprob):
-            index = s.group.prompt.index
-            raise UserError(
-                f"prompt {index}: the model's logits after {s.num_positions} tokens are not finite"
-            )
+        if not math.isfinite(logprob) and s.failure is None:
+            at = f"prompt {s.group.prompt.index}: the model's logits after {s.num_positions} tokens"
+            s.failure = UserError(f"{at} are not finite")
+        if s.failure is not None:
+            if (on_failure := self._stopping.on_failure) is None:
+                raise s.failure
+            s.finish = "stop"
+            on_failure(s, s.failure)
+            return
         s.tokens_T.append(token)
         s.logprobs_T.append(logprob)
         s.finish = self._finish(s)

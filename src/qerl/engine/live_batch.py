@@ -31,6 +31,8 @@ class LiveRequest:
     sampling: Sampling
     on_token: Callable[[int, TokenLogprob, Sample | None], None]
     """Called with (sample index, newest token, the sample if that token ended it)."""
+    on_failure: Callable[[Exception], None] | None = None
+    """Called if a sample or on_token fails, while the other requests go on; None: the step raises it."""
     constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one sample."""
     is_learned: bool = False
@@ -41,6 +43,8 @@ class LiveRequest:
     """Most likely tokens that are reported with each sampled one."""
     prompt_logprobs: PromptLogprobs | None = None
     """Filled before the first token is sampled."""
+    samples_G: list[LiveSample] | None = None
+    """Set once it is added. Added again, to the batch after a failed one, it goes on from their tokens."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -53,7 +57,9 @@ class _Live:
 class LiveBatch:
     def __init__(
         self,
-        make_generation: Callable[[Callable[[LiveSample], bool]], Generation],
+        make_generation: Callable[
+            [Callable[[LiveSample], bool], Callable[[LiveSample, Exception], None]], Generation
+        ],
         new_group: Callable[[int, Prompt, int, int], LiveGroup],
         stopping: Callable[[tuple[str, ...]], StoppingCriteria],
         to_sample: Callable[[LiveSample, StoppingCriteria], Sample],
@@ -61,8 +67,8 @@ class LiveBatch:
         *,
         max_positions: int,
     ):
-        """make_generation gets the function to call for every token."""
-        self.generation = make_generation(self._on_token)
+        """make_generation gets the functions to call for every token and for a sample that fails."""
+        self.generation = make_generation(self._on_token, self._on_failure)
         self._new_group, self._stopping, self._to_sample = new_group, stopping, to_sample
         self._logits, self._max_positions = logits, max_positions
         self._live: dict[int, _Live] = {}
@@ -104,13 +110,36 @@ class LiveBatch:
         group.episode = request.episode
         if (logprobs := request.prompt_logprobs) is not None:
             group.on_prompt_hidden = functools.partial(logprobs.add, self._logits, prompt.tokens_T)
-        for sample in group.samples_G:
-            sample.constraint = None if request.constraint is None else request.constraint()
-            sample.allowed_log = AllowedLog() if sample.constraint and request.is_learned else None
+        for s in group.samples_G:
+            s.constraint = None if request.constraint is None else request.constraint()
+            s.allowed_log = AllowedLog() if s.constraint and request.is_learned else None
+        for s, before in zip(group.samples_G, request.samples_G or (), strict=request.samples_G is not None):
+            s.tokens_T, s.logprobs_T, s.finish = before.tokens_T, before.logprobs_T, before.finish
+            s.constraint, s.allowed_log, s.routes = before.constraint, before.allowed_log, before.routes
+        request.samples_G = group.samples_G
         return group
 
     def _on_token(self, s: LiveSample) -> bool:
-        live = self._live[s.group.index]
+        try:
+            self._notify(s, self._live[s.group.index])
+        except Exception as error:  # of this request's text, grammar or callback
+            s.finish = "stop"
+            self._on_failure(s, error)
+        self._forget_ended(s.group)
+        return False
+
+    def _on_failure(self, s: LiveSample, error: Exception) -> None:
+        if (on_failure := self._live[s.group.index].request.on_failure) is None:
+            raise error
+        s.group.episode = None  # its pages are of no use
+        on_failure(error)
+        self._forget_ended(s.group)
+
+    def _forget_ended(self, group: LiveGroup) -> None:
+        if all(s.finish is not None for s in group.samples_G):
+            self._live.pop(group.index, None)
+
+    def _notify(self, s: LiveSample, live: _Live) -> None:
         is_complete = live.stopping.detokenizer.has_stop(s.tokens_T)
         if s.allowed_log is not None and s.allowed_V is not None:
             s.allowed_log.add(s.allowed_V)
@@ -124,6 +153,3 @@ class LiveBatch:
             self.generation.keep_routes(s)
         ended = None if s.finish is None else self._to_sample(s, live.stopping)
         live.request.on_token(s.sample_index, token, ended)
-        if all(each.finish is not None for each in live.group.samples_G):
-            del self._live[s.group.index]
-        return False

@@ -235,8 +235,11 @@ class LocalEngine(abc.ABC):
             is_cpu = self._model.device.type == "cpu"
             max_admitted_tokens = _CPU_ADMITTED_TOKENS if is_cpu else self._max_num_batched_tokens
             yield LiveBatch(
-                lambda on_token: new_generation(
-                    [], dataclasses.replace(stopping, on_token=on_token), max_admitted_tokens, kept_fraction
+                lambda on_token, on_failure: new_generation(
+                    [],
+                    dataclasses.replace(stopping, on_token=on_token, on_failure=on_failure),
+                    max_admitted_tokens,
+                    kept_fraction,
                 ),
                 self._new_group,
                 self.stopping,

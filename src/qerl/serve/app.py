@@ -2,9 +2,9 @@
 
 Bodies are parsed in a thread of their own, one after the other: a long one must not hold up other streams.
 Access is checked before the body is read, except for /health: by the API key, or without one by the Host
-header. A page in a browser can send requests to a loopback address, but only under its own host name
-(tracking/loopback.py) or as plain text, and both are refused. Starlette's TrustedHostMiddleware knows neither
-127.0.0.0/8 nor OpenAI's error format.
+and Origin headers. A page in a browser can send requests to a loopback address, but only under its own host
+name (tracking/loopback.py), with its own origin, or as plain text, and all are refused. Starlette's
+TrustedHostMiddleware knows neither 127.0.0.0/8 nor OpenAI's error format.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from qerl.errors import UserError
 from qerl.serve.batcher import Batcher, BusyError, CancelledRequestError, OverdueRequestError, PendingRequest
-from qerl.serve.fields import ApiError
+from qerl.serve.fields import ApiError, unknown_model
 from qerl.serve.gate import Gate, error_body
 from qerl.serve.metrics import CONTENT_TYPE, ServerMetrics
 from qerl.serve.request import CompletionRequest, RequestParser
@@ -35,6 +35,7 @@ from qerl.serve.stream import TextStream
 from qerl.tracking.loopback import names_this_machine
 from qerl.types import Sample, TokenLogprob
 
+_NUM_GRAMMAR_THREADS = 4
 StreamItem = tuple[int, TokenLogprob, Sample | None] | Exception
 StreamQueue = asyncio.Queue[StreamItem]
 """(choice, token, the sample if that token ended it), or the failure of the request."""
@@ -83,6 +84,7 @@ def make_app(
         lifespan=lifespan,
         routes=[
             checked("/v1/models", routes.models),
+            checked("/v1/models/{name:path}", routes.model),
             checked("/v1/completions", routes.completions, "POST"),
             checked("/v1/chat/completions", routes.chat_completions, "POST"),
             checked("/v1/responses", routes.responses, "POST"),
@@ -112,7 +114,7 @@ def _show_engine(metrics: ServerMetrics, batcher: Batcher) -> None:
 
 
 class AccessCheck:
-    """Requires the API key, or where there is none, a Host header that names this machine."""
+    """Requires the API key, or where there is none, a Host header, and an Origin if any, of this machine."""
 
     def __init__(self, api_key: str | None, host: str):
         self._digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
@@ -120,8 +122,12 @@ class AccessCheck:
 
     async def check(self, request: Request) -> None:
         if self._digest is None:
-            if not names_this_machine(request.headers.get("host", ""), self._host):
+            headers = request.headers
+            if not names_this_machine(headers.get("host", ""), self._host):
                 raise ApiError(403, "the Host header must name this machine when no API key is set")
+            site = headers.get("origin", "null" if headers.get("sec-fetch-site") == "cross-site" else None)
+            if site is not None and not names_this_machine(site.partition("//")[2], self._host):
+                raise ApiError(403, "pages of other sites are refused when no API key is set")
             return
         if not has_key(request, self._digest):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
@@ -140,9 +146,12 @@ class Routes:
         self._parser, self._batcher, self._created = parser, batcher, int(time.time())
         self._names = parser.name, parser.model.engine.tokenizer
         self._parse_thread = ThreadPoolExecutor(1, "parser")
+        self._write_thread = ThreadPoolExecutor(1, "writer")  # names of a million tokens take seconds
+        self._grammar_threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "grammar")
 
     def close(self) -> None:
-        self._parse_thread.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._parse_thread, self._write_thread, self._grammar_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def health(self, request: Request) -> Response:
         if self._batcher.has_died:
@@ -153,8 +162,16 @@ class Routes:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        model = {"id": self._parser.name, "object": "model", "created": self._created, "owned_by": "qerl"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model(self._parser.name)]})
+
+    async def model(self, request: Request) -> Response:
+        name, known = request.path_params["name"], self._parser_of(request).known_name
+        if known not in (None, name):
+            raise unknown_model(known)
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "qerl"}
 
     async def completions(self, request: Request) -> Response:
         parsed = await self._parsed(self._parser_of(request).completion, await self._body(request))
@@ -184,20 +201,38 @@ class Routes:
         pending = parsed.pending
         items = _token_queue(pending) if parsed.body.stream else None
         try:
+            await self._compile(parsed)
             self._batcher.submit(pending)
-        except BusyError as error:
+        except (ApiError, BusyError) as error:
             pending.future.cancel()
+            if parsed.grammar is not None:
+                parsed.grammar.close()
             raise _api_error(error) from None
         if items is not None:
-            return EventStream(self._events(parsed, items, response), lambda: self._end(pending))
+            return EventStream(self._events(parsed, items, response), lambda: self._end(parsed))
         try:
-            return JSONResponse(response.whole(await _samples(http, pending)))
+            samples = await _samples(http, pending)
+            write = lambda: JSONResponse(response.whole(samples))  # noqa: E731
+            return await asyncio.get_running_loop().run_in_executor(self._write_thread, write)
         finally:
-            self._end(pending)
+            self._end(parsed)
 
-    def _end(self, pending: PendingRequest) -> None:
+    async def _compile(self, parsed: CompletionRequest) -> None:
+        """Compile the grammar, if any; few at once, which leaves processors to the engine."""
+        if parsed.grammar is None or parsed.pending.recorded is not None:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._grammar_threads, parsed.grammar.compile)
+        except UserError as error:
+            raise ApiError(400, f"{parsed.grammar_param}: {error}", param=parsed.grammar_param) from None
+
+    def _end(self, parsed: CompletionRequest) -> None:
         """Free the request's place if it is not complete, and count it."""
+        pending = parsed.pending
         self._batcher.cancel(pending)
+        if parsed.grammar is not None:
+            parsed.grammar.close()
         if pending.first_token_s is not None:
             self._metrics.first_token.observe(pending.first_token_s - pending.entered_s)
         self._metrics.duration.observe(time.monotonic() - pending.entered_s)
@@ -264,7 +299,7 @@ def _token_queue(pending: PendingRequest) -> StreamQueue:
             loop.call_soon_threadsafe(items.put_nowait, item)
 
     def put_error(future: Future[list[Sample]]) -> None:
-        if isinstance(error := future.exception(), Exception):
+        if not future.cancelled() and isinstance(error := future.exception(), Exception):
             put(error)
 
     pending.on_token = lambda choice, token, ended: put((choice, token, ended))
@@ -296,6 +331,8 @@ async def _disconnected(http: Request) -> None:
 
 def _api_error(error: Exception) -> ApiError:
     """Return the client's view of a failure; internal errors are not shown."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, OverdueRequestError):

@@ -1,15 +1,16 @@
 """One thread that runs the engine's live batch: requests enter and leave it between two bursts of steps.
 
 The random numbers of a request depend on its own seed, which its prompts carry as their index, and not on
-what runs beside it. If the engine fails, the requests of the batch fail, and the next ones get a new batch.
+what runs beside it. A failure that belongs to one sample fails its request. Where a step of the whole batch
+fails, its requests enter a new batch one after the other and go on from their tokens: the one with which it
+fails again is the cause.
 """
 
-import contextlib
 import dataclasses
-import sys
+import itertools
+import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -21,6 +22,9 @@ from qerl.errors import UserError
 from qerl.types import Prompt, Sample, Sampling, TokenLogprob
 
 _SHUTDOWN_TIMEOUT_S = 10
+_MAX_FAILURES = 3  # batches that fail without a cause among their requests, before these fail
+
+_logger = logging.getLogger("uvicorn.error")
 
 
 class BusyError(Exception):
@@ -63,6 +67,8 @@ class PendingRequest:
     entered_s: float = 0.0
     """The time at which the request entered the queue, by the monotonic clock."""
     first_token_s: float | None = None
+    num_failures: int = 0
+    """Batches that failed while it was in them, since a cause was last found."""
     future: Future[list[Sample]] = dataclasses.field(default_factory=Future)
     """All choices, set when the last of them has ended."""
     samples: dict[int, Sample] = dataclasses.field(default_factory=dict)
@@ -91,6 +97,7 @@ class PendingRequest:
             num_samples=self.num_samples,
             sampling=self.sampling,
             on_token=lambda g, token, ended: self._add_token(i * self.num_samples + g, token, ended),
+            on_failure=self.fail,
             constraint=self.constraint,
             is_learned=self.is_learned,
             episode=self.episode,
@@ -105,8 +112,15 @@ class PendingRequest:
             for number, token in enumerate(tokens, 1):
                 self._add_token(choice, token, sample if number == len(tokens) else None)
 
+    def fail(self, error: Exception) -> None:
+        """End the request with this error, unless it has ended."""
+        if not isinstance(error, UserError | CancelledRequestError | BusyError):
+            _logger.error("a request failed", exc_info=error)
+        if not self.future.done():
+            self.future.set_exception(error)
+
     def _add_token(self, choice: int, token: TokenLogprob, ended: Sample | None) -> None:
-        if self.is_cancelled:
+        if self.is_cancelled or self.future.done():
             return
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
@@ -119,6 +133,26 @@ class PendingRequest:
             self.samples[choice] = ended
             if len(self.samples) == self.num_choices:
                 self.future.set_result([self.samples[i] for i in range(self.num_choices)])
+
+
+_Running = tuple[PendingRequest, list[LiveRequest]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trial:
+    """A request of a failed batch that has entered a new one."""
+
+    request: PendingRequest
+    num_tokens: int
+    """Number of tokens at which its samples have passed the step that failed."""
+
+    @property
+    def is_passed(self) -> bool:
+        return (
+            self.request.future.done()
+            or self.request.is_cancelled
+            or _num_tokens(self.request) >= self.num_tokens
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,7 +187,9 @@ class Batcher:
         self._kept_fraction, self._earlier = kept_fraction, PromptTokens()
         self._over: list[object] = []  # episodes
         self._queue: list[PendingRequest] = []
-        self._running: list[tuple[PendingRequest, list[LiveRequest]]] = []
+        self._running: list[_Running] = []
+        self._suspects: list[_Running] = []  # of a failed batch
+        self._trial: _Trial | None = None
         self._changed = threading.Condition()
         self._is_closed = self._has_ended = self._is_busy = False
         self._is_paused = is_paused
@@ -202,14 +238,14 @@ class Batcher:
     def num_waiting(self) -> int:
         """Number of requests without a token whose clients still wait."""
         with self._changed:
-            requests = [*self._queue, *(request for request, _ in self._running)]
+            requests = [*self._queue, *(request for request, _ in [*self._running, *self._suspects])]
         return sum(not request.has_begun for request in requests)
 
     @property
     def num_running(self) -> int:
         """Number of requests in the batch that have a token and are not complete."""
         with self._changed:
-            requests = [request for request, _ in self._running]
+            requests = [request for request, _ in [*self._running, *self._suspects]]
         return sum(bool(request.tokens) and not request.future.done() for request in requests)
 
     @property
@@ -290,11 +326,10 @@ class Batcher:
                     self._fail_running(CancelledRequestError("the request was cancelled"))
             except Exception as failure:  # a failed batch must not end the server
                 if self.batch is None:  # it could not be made
-                    self._take()
-                self._fail_running(failure)
-                if not isinstance(failure, UserError):
-                    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-                        traceback.print_exception(failure, file=sys.stderr)
+                    self._take_queue()
+                    self._fail_running(failure)
+                else:
+                    self._find_cause(failure)
             with self._changed:
                 self._earlier = self.prefilled
                 self._num_earlier_tokens, self.batch = self.num_generated_tokens, None
@@ -308,7 +343,7 @@ class Batcher:
                 lambda: (
                     self._is_closed
                     or (in_batch and self._is_paused)
-                    or (not self._is_paused and (self._queue or self._running))
+                    or (not self._is_paused and (self._queue or self._running or self._suspects))
                 )
             )
             self._is_busy = not (self._is_closed or (in_batch and self._is_paused))
@@ -321,20 +356,39 @@ class Batcher:
             try:
                 for each in live:
                     batch.add(each)
-            except UserError as error:
-                batch.abort(live)
-                request.future.set_exception(error)
-        gone = [pair for pair in self._running if pair[0].is_cancelled or pair[0].is_overdue]
-        batch.abort([each for _, live in gone for each in live])
-        for request, _ in gone:
-            if not request.future.done():
-                request.future.set_exception(_reason(request))
+            except Exception as error:
+                request.fail(error)
+        for request, _ in self._running:
+            if not request.future.done() and (request.is_cancelled or request.is_overdue):
+                request.fail(_reason(request))
+        self._remove_ended(batch)
         batch.forget(over)
         batch.step()
-        with self._changed:
-            self._running = [each for each in self._running if not each[0].future.done()]
+        self._remove_ended(batch)
 
-    def _take(self) -> list[tuple[PendingRequest, list[LiveRequest]]]:
+    def _remove_ended(self, batch: LiveBatch) -> None:
+        ended = [pair for pair in self._running if pair[0].future.done()]
+        failed = [live for request, live in ended if len(request.samples) < request.num_choices]
+        batch.abort(list(itertools.chain(*failed)))
+        with self._changed:
+            self._running = [pair for pair in self._running if pair not in ended]
+
+    def _take(self) -> list[_Running]:
+        """Return what enters the batch: the queue, or after a failed batch its next request, and then nothing
+        until that has passed the step that failed."""
+        if self._trial is not None and not self._trial.is_passed:
+            return []
+        self._trial = None
+        if not self._suspects:
+            return self._take_queue()
+        with self._changed:
+            pair = self._suspects.pop(0)
+            self._running.append(pair)
+        num_unfinished = pair[0].num_choices - len(pair[0].samples)
+        self._trial = _Trial(pair[0], _num_tokens(pair[0]) + num_unfinished)
+        return [pair]
+
+    def _take_queue(self) -> list[_Running]:
         """Move the queue to the running requests, without cancelled ones; return those moved."""
         with self._changed:
             queue, self._queue = self._queue, []
@@ -343,12 +397,34 @@ class Batcher:
         self.num_prompt_tokens += sum(len(p.tokens_T) for request, _ in new for p in request.prompts_P)
         return new
 
-    def _fail_running(self, error: Exception) -> None:
-        for request, _ in self._running:
-            if not request.future.done():
-                request.future.set_exception(error)
+    def _find_cause(self, failure: Exception) -> None:
+        """Fail the request that has just been let into the failed batch, or was alone in it. Without one, the
+        requests enter the next batch one after the other."""
         with self._changed:
-            self._running = []
+            left = [pair for pair in self._running if not pair[0].future.done()]
+            self._running, trial, self._trial = [], self._trial, None
+            cause = left[0][0] if len(left) == 1 else trial and trial.request
+            self._suspects = left + self._suspects
+        if cause is None:
+            _logger.error(
+                "a step of %d requests failed; they are tried one by one", len(left), exc_info=failure
+            )
+        for request, _ in left:
+            request.num_failures = request.num_failures + 1 if cause is None else 0
+            if request is cause or request.num_failures == _MAX_FAILURES:
+                request.fail(failure)
+        with self._changed:
+            self._suspects = [pair for pair in self._suspects if not pair[0].future.done()]
+
+    def _fail_running(self, error: Exception) -> None:
+        for request, _ in [*self._running, *self._suspects]:
+            request.fail(error)
+        with self._changed:
+            self._running, self._suspects, self._trial = [], [], None
+
+
+def _num_tokens(request: PendingRequest) -> int:
+    return sum(map(len, request.tokens.values()))
 
 
 def _reason(request: PendingRequest) -> CancelledRequestError:

@@ -18,10 +18,13 @@ import errno
 import json
 import logging
 import resource
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, cast
 
 import h11
@@ -38,6 +41,7 @@ _NUM_RESERVED = 16  # connections beyond the maximum, for health and metrics
 _NUM_OTHER_FILES = 128  # descriptors that are no connections
 _SHUTDOWN_TIMEOUT_S = 5  # for requests that are running when the server ends
 _LAST_WORDS_S = 2  # beyond that, for the errors to the others
+_ABORT_S = 0.2  # for the last of them
 _MAX_CHECK_PERIOD_S = 1.0
 _REFUSALS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
@@ -137,10 +141,41 @@ class ApiServer(uvicorn.Server):
         num_files = max(raise_open_file_limit() - _NUM_OTHER_FILES, _NUM_RESERVED)
         self._max_connections = min(options.max_connections, num_files)
         self._tasks = list[asyncio.Task[None]]()
+        self._loop: asyncio.AbstractEventLoop | None = None
         connections = self.server_state.connections
         metrics.add_read("qerl_http_connections", "Open connections.", lambda: len(connections))
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGHUP, of a terminal that is gone, ends the server as SIGTERM does, unless nohup ignores it."""
+        is_main = threading.current_thread() is threading.main_thread()
+        with super().capture_signals():
+            if not is_main or (former := signal.getsignal(signal.SIGHUP)) is signal.SIG_IGN:
+                yield
+                return
+            signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, former)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Let requests end; at a second Ctrl-C reject them. uvicorn would cancel them without an answer."""
+        if self.should_exit and sig == signal.SIGINT and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop_requests)
+            self._loop.call_soon_threadsafe(self._loop.call_later, _LAST_WORDS_S, self._end_connections)
+        else:
+            super().handle_exit(sig, frame)
+
+    def _end_connections(self) -> None:
+        """Answer what is not complete with an error (gate.py), and close all connections."""
+        for task in self.server_state.tasks:
+            task.cancel()
+        for each in self._connections():
+            asyncio.get_running_loop().call_later(_ABORT_S, each.transport.abort)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets=[])
         for listener in sockets or []:
             listener.listen(_BACKLOG)

@@ -50,6 +50,11 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
 
+def unknown_model(known: str | None) -> ApiError:
+    message = f"unknown model; this server has {known}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def _as_list(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise ValueError("must be a string or a list")
@@ -68,6 +73,10 @@ def _as_parts(value: Any) -> Any:
 def _or_none(value: Any) -> Any:
     """vLLM's clients write 0 or -1 for no top_k."""
     return None if value in (0, -1) and type(value) is int else value
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) in (int, float) and value == 0
 
 
 class Fields(BaseModel, strict=True, allow_inf_nan=False):
@@ -219,6 +228,8 @@ class RequestBody(Fields, extra="forbid"):
         if not isinstance(fields, dict):
             return fields
         dropped = _IGNORED | {name for name, value in _NEUTRAL.items() if fields.get(name) == value}
+        if isinstance(bias := fields.get("logit_bias"), dict) and all(map(_is_zero, bias.values())):
+            dropped.add("logit_bias")
         return {name: value for name, value in fields.items() if value is not None and name not in dropped}
 
     @classmethod
@@ -230,8 +241,7 @@ class RequestBody(Fields, extra="forbid"):
         except ValidationError as error:
             raise api_error(error) from None
         if model is not None and body.model != model:
-            message = f"unknown model; this server has {model}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise unknown_model(model)
         limits = {"n": options.max_samples} | dict.fromkeys(_LENGTHS, options.max_tokens)
         for name, limit in limits.items():
             if (getattr(body, name, None) or 1) > limit:

@@ -1,5 +1,7 @@
-"""Check every request before its route: the size of its headers, and a count of its response."""
+"""Check every request before its route, its headers' size and its body's end; count its response."""
 
+import asyncio
+import json
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -24,7 +26,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path, status = scope["path"] if scope["path"] in self._paths else _OTHER_PATH, 500
+        path = scope["path"] if scope["path"] in self._paths else _OTHER_PATH
+        status: int | None = None
 
         async def note_and_send(message: Message) -> None:
             nonlocal status
@@ -34,10 +37,20 @@ class Gate:
 
         try:
             await self._answer(scope, receive, note_and_send)
+        except asyncio.CancelledError:  # by the end of the server
+            error = ApiError(503, "the server is shutting down", code="busy")
+            if status is None:
+                await _response(error)(scope, receive, note_and_send)
+            else:  # a stream
+                last = f"data: {json.dumps(error_body(error))}\n\n".encode()
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
-            self._metrics.responses.add(path, str(status))
+            self._metrics.responses.add(path, str(status or 500))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (fault := _framing_fault(scope)) is not None:
+            await _response(ApiError(400, fault))(scope, receive, send)
+            return
         num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         num_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
         if num_bytes > self._max_header_bytes:
@@ -60,6 +73,16 @@ class BusyApp:
         error = ApiError(503, "the server is busy: it has no more connections; retry later", code="busy")
         self._metrics.responses.add(_OTHER_PATH, "503")
         await _response(error)(scope, receive, send)
+
+
+def _framing_fault(scope: Scope) -> str | None:
+    """Return why the end of the body is not the same for all that read it, such as a proxy; None if it is."""
+    names = {name.lower() for name, _ in scope["headers"]}
+    if b"transfer-encoding" not in names:
+        return None
+    if b"content-length" in names:
+        return "a request has either a Content-Length or a Transfer-Encoding"
+    return "HTTP/1.0 has no Transfer-Encoding" if scope["http_version"] == "1.0" else None
 
 
 def error_body(error: HTTPException) -> dict[str, Any]:

@@ -2,9 +2,13 @@
 
 import dataclasses
 import functools
+import inspect
 import secrets
-from collections.abc import Callable
 from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from qerl.algo.seeds import mix
 from qerl.config.options import ServeOptions
@@ -12,24 +16,30 @@ from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.errors import UserError
 from qerl.serve.batcher import PendingRequest
 from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody
-from qerl.serve.grammar import Grammars, JsonConstraint
+from qerl.serve.grammar import Grammar, Grammars
 from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.tools import ToolCallStream, call_schema, with_described_tools
 from qerl.tasks.prompt import render_chat
 from qerl.types import Prompt, Sampling
 
-# Arguments of transformers' apply_chat_template that are no variables of a template.
-_RESERVED = {"conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"}
-_RESERVED |= {"truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
-_RESERVED |= {"add_generation_prompt", "continue_final_message", "tokenizer_kwargs"}
+# Arguments of the functions that render, `self` too, which are no variables of a template.
+_RENDERING = PreTrainedTokenizerBase.apply_chat_template, render_jinja_template, jinja2.Template.render
+_RESERVED = {name for each in _RENDERING for name in inspect.signature(each).parameters} | {"messages"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
     body: RequestBody
     pending: PendingRequest
+    grammar: Grammar | None = None
+    """Grammar of the answers, to be compiled before they are sampled."""
     called_names: frozenset[str] = frozenset()
     """Functions whose calls are looked for in the answers."""
+
+    @property
+    def grammar_param(self) -> str:
+        """Return the name of the body's field."""
+        return "tools" if isinstance(self.body, ChatBody) and self.body.is_forced_call else "response_format"
 
     @property
     def prompts_P(self) -> list[Prompt]:
@@ -116,7 +126,7 @@ class RequestParser:
         self._check_num_choices(len(prompts) * body.n, "n")
         for _, tokens_T in prompts:
             self._check_length(len(tokens_T), body.num_answer_tokens or 1)
-        seed = self._seed(body, prompts)
+        seed, grammar = self._seed(body, prompts), self._grammar(body)
         pending = PendingRequest(
             prompts_P=[
                 Prompt(index=mix(seed, i), text=text, tokens_T=tokens_T, messages=None, columns={})
@@ -124,12 +134,12 @@ class RequestParser:
             ],
             num_samples=body.n,
             sampling=self._sampling(body),
-            constraint=self._constraint(body),
+            constraint=None if grammar is None else grammar.choice,
             num_top_logprobs=body.num_top_logprobs,
         )
         if isinstance(body, CompletionBody) and body.echo and body.with_logprobs:
             pending.prompt_logprobs_P = [PromptLogprobs(body.num_top_logprobs) for _ in prompts]
-        return CompletionRequest(body=body, pending=pending, called_names=called_names)
+        return CompletionRequest(body=body, pending=pending, grammar=grammar, called_names=called_names)
 
     def _seed(self, body: RequestBody, prompts: list[tuple[str, list[int]]]) -> int:
         return secrets.randbits(63) if body.seed is None else body.seed
@@ -145,7 +155,7 @@ class RequestParser:
             stop=tuple(dict.fromkeys(body.stop)),
         )
 
-    def _constraint(self, body: RequestBody) -> Callable[[], JsonConstraint] | None:
+    def _grammar(self, body: RequestBody) -> Grammar | None:
         schema, param = None, "response_format"
         if body.response_format is not None:
             schema = body.response_format.schema_of_text

@@ -218,7 +218,7 @@ class RunnerCache:
             return TorchSampler(self._decoder, sampling, self._stop_tokens)
         if self._head is None:
             self._head = self._head_kernels(head)
-        return FusedSampler(self._head, sampling.temperature, self._stop_tokens)
+        return FusedSampler(self._head, sampling, self._stop_tokens)
 
     def _head_kernels(self, head: Head) -> HeadSample:
         lm_head, device = self._decoder.lm_head, self._decoder.device

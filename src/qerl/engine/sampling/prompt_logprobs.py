@@ -32,6 +32,6 @@ def top_tokens(logprobs_BV: Tensor, num: int) -> list[tuple[tuple[int, float], .
     """Return each row's most likely tokens with their logprobs; excluded tokens are left out."""
     if num == 0:
         return [()] * len(logprobs_BV)
-    values_BV, indices_BV = logprobs_BV.topk(num, dim=-1)
+    values_BV, indices_BV = logprobs_BV.topk(min(num, logprobs_BV.shape[1]), dim=-1)
     rows = zip(indices_BV.tolist(), values_BV.tolist(), strict=True)
     return [tuple((i, v) for i, v in zip(*row, strict=True) if v > float("-inf")) for row in rows]

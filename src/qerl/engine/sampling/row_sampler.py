@@ -13,8 +13,9 @@ from torch import Tensor
 from qerl.algo.seeds import last_round
 from qerl.engine.sampling.prompt_logprobs import top_tokens
 from qerl.engine.sampling.sampler import Sampler
-from qerl.engine.sampling.token_sampling import inverse_transform, threshold
+from qerl.engine.sampling.token_sampling import finite_temperature, inverse_transform, threshold
 from qerl.engine.schedule.live_sample import LiveSample
+from qerl.errors import UserError
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Sampling
 
@@ -31,7 +32,7 @@ class RowSampler(Sampler):
 
     def bind(self, samples_B: list[LiveSample]) -> None:
         B, samplings = len(samples_B), [_sampling(s) for s in samples_B]
-        values = [(x.temperature or 1.0, float(x.temperature == 0)) for x in samplings]
+        values = [(finite_temperature(x) or 1.0, float(x.temperature == 0)) for x in samplings]
         host = torch.tensor(values, dtype=torch.float32).view(B, 2).to(self._device)
         self._temperatures_B1[:B, 0].copy_(host[:, 0])
         self._is_greedy_B[:B].copy_(host[:, 1] > 0)
@@ -49,14 +50,17 @@ class RowSampler(Sampler):
         M, logits_MV = len(hidden_MD), self._decoder.logits(hidden_MD)
         for b, s in self._constrained:
             if s.finish is None and s.constraint is not None:
-                s.allowed_V = s.constraint.allowed_V()
-                logits_MV[b].masked_fill_(~s.allowed_V.to(self._device), -torch.inf)
+                try:
+                    s.allowed_V = s.constraint.allowed_V()
+                except UserError as error:
+                    s.failure = error
+                else:
+                    logits_MV[b].masked_fill_(~s.allowed_V.to(self._device), -torch.inf)
         scaled_MV = logits_MV / self._temperatures_B1[:M]
         for truncation, rows in self._truncations:
             row_logits = scaled_MV[rows]
-            lowest = threshold(row_logits, truncation)
-            assert lowest is not None
-            scaled_MV[rows] = row_logits.masked_fill(row_logits < lowest, -torch.inf)
+            if (lowest := threshold(row_logits, truncation)) is not None:  # None: it keeps all tokens
+                scaled_MV[rows] = row_logits.masked_fill(row_logits < lowest, -torch.inf)
         p_MV = scaled_MV.softmax(-1)
         tokens_M, logprobs_M = inverse_transform(p_MV, last_round(keys_M, positions_M))
         best_p_M, best_M = p_MV.max(-1)

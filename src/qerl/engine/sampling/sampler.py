@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.seeds import last_round, mix, rounds
-from qerl.engine.sampling.token_sampling import sample_tokens, score_tokens
+from qerl.engine.sampling.token_sampling import finite_temperature, sample_tokens, score_tokens
 from qerl.engine.schedule.live_sample import LiveSample
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.head.head_sample import HeadSample
@@ -74,10 +74,10 @@ class TorchSampler(Sampler):
 
 
 class FusedSampler(Sampler):
-    def __init__(self, kernel: HeadSample, temperature: float, stop_tokens: Tensor):
+    def __init__(self, kernel: HeadSample, sampling: Sampling, stop_tokens: Tensor):
         super().__init__(stop_tokens)
         self._kernel = kernel
-        self._temperature = torch.full((1,), temperature, device=stop_tokens.device)
+        self._temperature = torch.full((1,), finite_temperature(sampling), device=stop_tokens.device)
 
     def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
         return mix(*coordinates)

@@ -20,6 +20,7 @@ from qerl.types import Sampling
 
 _CHUNK_TOKENS = 256
 _FIRST_CANDIDATES = 64  # enough for top_p in a peaked distribution
+_MIN_TEMPERATURE = 1e-20  # logits divided by less may overflow
 
 
 def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,11 +41,16 @@ def score_tokens(logits_BV: Tensor, sampling: Sampling, tokens_B: Tensor) -> Ten
 
 
 def _probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    scaled_BV = logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature
+    scaled_BV = logits_BV if sampling.temperature == 1 else logits_BV / finite_temperature(sampling)
     threshold_B1 = threshold(scaled_BV, sampling)
     if threshold_B1 is not None:
         scaled_BV = scaled_BV.masked_fill(scaled_BV < threshold_B1, -torch.inf)
     return scaled_BV.softmax(-1)
+
+
+def finite_temperature(sampling: Sampling) -> float:
+    """Return the temperature, or a larger one that is as good as none, if logits divided by it overflow."""
+    return max(sampling.temperature, _MIN_TEMPERATURE) if sampling.temperature else 0.0
 
 
 def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:

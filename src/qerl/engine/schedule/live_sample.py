@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qerl.engine.schedule.carried_cache import CachedSpan, CarriedCache
 from qerl.engine.schedule.constraint import AllowedLog, TokenConstraint
+from qerl.errors import UserError
 from qerl.types import Prompt, Sampling
 
 
@@ -100,6 +101,8 @@ class LiveSample:
     """The tokens that the constraint allowed in place of the newest one; bool, on the CPU."""
     allowed_log: AllowedLog | None = None
     """The same for each of its tokens, if the request asks for it."""
+    failure: UserError | None = None
+    """Error that ends it."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """The most likely tokens in place of the newest."""
 
