@@ -9,6 +9,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from qerl.config import RunConfig
 from qerl.learner import checkpoint
 from qerl.models import hf_writer
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.layouts import without_quantization
 from qerl.models.checkpoint.source import locate
 from qerl.models.packed_writer import with_dtype
@@ -19,10 +20,15 @@ from qerl.models.transformers_backend.transformers_model import TransformersMode
 
 def write_transformers_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
     """Write round(W + scaling * B @ A) of each linear and the model's other tensors; all are in memory."""
-    source = locate(config.model.path)
+    source, format = locate(config.model.path), config.model.format
     learned = checkpoint.latest_adapter(run / "checkpoints")
     model = load_transformers_model(
-        source, format=config.model.format, compute=torch.float32, device=torch.device("cpu"), resident=False
+        source,
+        format=format,
+        compute=torch.float32,
+        device=torch.device("cpu"),
+        resident=False,
+        scales=SCALES[config.model.scales],
     )
     add_adapter(model, config.adapter, seed=config.seed)
     load_adapter(model, learned)

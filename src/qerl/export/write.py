@@ -25,6 +25,7 @@ from qerl.errors import UserError
 from qerl.formats import MXFP4, NVFP4
 from qerl.learner.checkpoint import latest_adapter, latest_described_adapter
 from qerl.models import hf_writer
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.expert_names import float_tensors
 from qerl.models.checkpoint.layouts import without_quantization
 from qerl.models.checkpoint.source import base_name, locate
@@ -114,9 +115,15 @@ def write_four_bit(
 
 def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Decoder:
     """Load the run's model, in the run's format, with the adapter of its newest checkpoint."""
-    learned, checkpoint = latest_adapter(run / "checkpoints"), locate(config.model.path).open()
-    format = config.model.format
-    decoder = build_decoder(checkpoint, format=format, compute=torch.float32, device=device, resident=False)
+    learned, model = latest_adapter(run / "checkpoints"), config.model
+    decoder = build_decoder(
+        locate(model.path).open(),
+        format=model.format,
+        compute=torch.float32,
+        device=device,
+        resident=False,
+        scales=SCALES[model.scales],
+    )
     add_adapter(decoder, config.adapter, seed=config.seed)
     load_adapter(decoder, learned)
     return decoder

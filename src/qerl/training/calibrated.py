@@ -7,6 +7,7 @@ model.path that was given.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from qerl.config.stored import BASE, with_stored_base
 from qerl.engine.paged_engine import PagedEngine
 from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
 from qerl.models.checkpoint.state_dict import architecture_of
@@ -74,14 +76,18 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     checkpoint = source.open()
     if layout_of(checkpoint) is not None:
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
-    notice(f"model.calibrate {model.calibrate}: quantizing {model.path}, which takes minutes")
+    notice(f"model.calibrate {model.calibrate}: quantizing {model.path}")
     tokenizer = load_tokenizer(model.path)
     max_prompt_tokens = architecture_of(checkpoint).max_positions - config.sample.max_tokens
     task = Task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
+    begin = time.perf_counter()
     groups = _sampled(config, checkpoint, tokenizer, task)
+    sampled = time.perf_counter()
     rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=torch.device(model.device))
     decoder = _float_decoder(checkpoint, torch.float32, model.device, resident=False)
-    requantize(decoder, rows, notice=lambda text: None)
+    requantize(decoder, rows, notice=lambda text: None, select_scales=SCALES[model.scales])
+    seconds = f"sampled in {sampled - begin:.1f} s, quantized in {time.perf_counter() - sampled:.1f} s"
+    notice(f"model.calibrate {model.calibrate}: {len(rows.tokens_T):,} tokens {seconds}")
     prompts = [prompt.tokens_T for prompt in task.train_prompts(0, config.num_prompts)]
     if (line := check_quantization(decoder, model.path, f"nvfp4 by {model.calibrate}", prompts)) is not None:
         notice(line)

@@ -34,13 +34,14 @@ TEXT = (
 """Text to measure on where there is no task."""
 
 
-def prompt_probes(prompts: Sequence[Sequence[int]]) -> list[Probe]:
-    """Return probes of some prompts, without what all of them begin with; one is measured as a whole."""
+def prompt_probes(prompts: Sequence[Sequence[int]], max_tokens: int | None = MAX_PROBE_TOKENS) -> list[Probe]:
+    """Return probes of prompts, without what all of them begin with; one is measured as a whole. max_tokens:
+    of all; None: no limit."""
     alike = (len(set(column)) == 1 for column in zip(*prompts, strict=False))
     shared = sum(itertools.takewhile(bool, alike)) if len(prompts) > 1 else 0
     probes, num_tokens = [], 0
     for tokens in prompts:
-        tokens_T = list(tokens[: MAX_PROBE_TOKENS - num_tokens])
+        tokens_T = list(tokens[: None if max_tokens is None else max_tokens - num_tokens])
         if len(tokens_T) > shared:
             probes.append(Probe(tokens_T=tokens_T, start=max(shared - 1, 0)))
             num_tokens += len(tokens_T)
