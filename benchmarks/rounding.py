@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ from qerl.models.quantize.quantization_error import Probe, quantization_error
 from qerl.training.calibrated import with_calibrated_base
 from qerl.training.policy import load_task
 
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "nearest": {"scales": "plain"},
     "search": {"scales": "mse"},
     "gptq": {"scales": "plain", "calibrate": "gptq"},
@@ -85,7 +86,7 @@ def bench_rounding(options: RoundingOptions) -> None:
 
 
 def _config(options: RoundingOptions, format: str, method: str, folder: str) -> RunConfig:
-    fields = {"path": options.model, "format": format, **METHODS[method]}
+    fields: dict[str, Any] = {"path": options.model, "format": format, **METHODS[method]}
     model, sample = ModelConfig(**fields), SampleConfig(max_tokens=options.max_tokens)
     return RunConfig(out=folder, model=resolve_device(model), task=options.task, sample=sample)
 

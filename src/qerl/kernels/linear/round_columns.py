@@ -49,8 +49,9 @@ def round_columns(target_NK: Tensor, base_NK: Tensor, step_NK: Tensor, feedback_
     round_chunk = _by_kernel if row_kernel.on_gpu(target_NK) and K % 4 == 0 else _by_torch
     for start in range(0, K, _CHUNK):
         chunk, rest = slice(start, start + _CHUNK), slice(start + _CHUNK, None)
-        columns = (x[:, chunk] for x in (target_NK, base_NK, step_NK, rounded_NK))
-        change_NC = round_chunk(*columns, feedback_KK[chunk, chunk])
+        target_NC, base_NC, step_NC = target_NK[:, chunk], base_NK[:, chunk], step_NK[:, chunk]
+        own_CC = feedback_KK[chunk, chunk]
+        change_NC = round_chunk(target_NC, base_NC, step_NC, rounded_NK[:, chunk], own_CC)
         target_NK[:, rest].addmm_(change_NC, feedback_KK[chunk, rest])
     return rounded_NK
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from qerl.models.checkpoint.notices import is_exact, kinds
-from qerl.models.checkpoint.source import layout_of, locate
+from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
 from qerl.models.decoder import Decoder
 from qerl.models.policy_model import PolicyModel
 from qerl.models.quantize.merge_note import MAX_PROBE_TOKENS, MergeNote, read_note
@@ -55,14 +55,15 @@ def check_quantization(
     prompts: Sequence[Sequence[int]],
     of: str = "the task's prompts",
     advice: str = ADVICE,
+    original: Checkpoint | None = None,
 ) -> str | None:
     """Return the line about a decoder loaded from `path`; None if it was not quantized at load. `of` says
-    whose tokens the prompts are; a warning ends with the advice. Codes of a quantized checkpoint that fit the
-    format are loaded without a change, so there is no line; others are compared to what they decode to, and
-    the line names the layout."""
+    whose tokens the prompts are; a warning ends with the advice. original: the path's checkpoint, if it is
+    open. Codes of a quantized checkpoint that fit the format are loaded without a change, so there is no
+    line; others are compared to what they decode to, and the line names the layout."""
     if not isinstance(decoder, Decoder):  # the float weights of transformers' model are not kept
         return None
-    checkpoint = locate(path).open()
+    checkpoint = locate(path).open() if original is None else original
     layout = layout_of(checkpoint)
     if format == "bf16" or (layout is not None and is_exact(layout, format)):
         return None
