@@ -12,6 +12,7 @@ from benchmarks.pages import TableOptions, write_tables
 from benchmarks.parity import ParityOptions, bench_parity
 from benchmarks.partial import PartialOptions, bench_partial
 from benchmarks.pictures import PicturesOptions, draw_pictures
+from benchmarks.rounding import RoundingOptions, bench_rounding
 from benchmarks.samplers import SamplersOptions, bench_samplers
 from benchmarks.serve import ServeBenchOptions, bench_serve
 from benchmarks.start import StartOptions, bench_start
@@ -32,6 +33,7 @@ benchmarks:
   parity        Compare the engine's log-probabilities with the learner's
   partial       Time training steps with partial rollouts and without
   pictures      Draw the pictures of README.md
+  rounding      Measure what rounding a model to 4 bits changes: KL, agreement, seconds
   samplers      Train on several GPUs by torchrun and by Ray, and kill one of Ray's workers
   serve         Load `qerl serve` on loopback with one client, then with many
   start         Time a fresh process up to its first decode step and update, kernels cold and warm
@@ -41,7 +43,7 @@ benchmarks:
 
 Run 'python -m benchmarks BENCHMARK --help' for the options.
 Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn', 'rollout' and 'step' write
-there too. serve, start and vllm-rollout print theirs."""
+there too. rounding, serve, start and vllm-rollout print theirs."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "families": (FamiliesOptions, print_families),
     "guesses": (GuessesOptions, bench_guesses),
@@ -51,6 +53,7 @@ BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "pictures": (PicturesOptions, draw_pictures),
     "partial": (PartialOptions, bench_partial),
     "parity": (ParityOptions, bench_parity),
+    "rounding": (RoundingOptions, bench_rounding),
     "samplers": (SamplersOptions, bench_samplers),
     "serve": (ServeBenchOptions, bench_serve),
     "start": (StartOptions, bench_start),

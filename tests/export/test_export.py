@@ -22,6 +22,7 @@ from qerl.config.options import ExportOptions
 from qerl.errors import RunError, UserError
 from qerl.export import export
 from qerl.learner import Learner
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.source import base_name, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.loader import build_decoder
@@ -47,6 +48,7 @@ def decoder_of(config):
         compute=torch.float32,
         device=torch.device("cpu"),
         resident=False,
+        scales=SCALES[model.scales],
     )
 
 
@@ -145,7 +147,7 @@ def test_peft_loads_the_adapter_with_our_logits(tmp_path, family):
 
 def test_peft_loads_the_adapter_over_a_quantized_checkpoint(tmp_path):
     _, config, decoder = run_of(tmp_path)
-    write_quantized(config.model.path, tmp_path / "packed")
+    write_quantized(config.model.path, tmp_path / "packed", scales=SCALES[config.model.scales])
     model = peft.PeftModel.from_pretrained(
         decompressed(tmp_path / "packed", config), exported(tmp_path, config, "peft")
     )

@@ -62,3 +62,9 @@ def test_beyond_six_saturates():
 
 def test_a_negative_number_that_rounds_to_zero_keeps_its_sign():
     assert e2m1.encode(torch.tensor([[-0.1, 0.1], [-0.0, -1e-45]])).flatten().tolist() == [0x08, 0x80]
+
+
+def test_nearest_sizes_are_those_of_the_codes():
+    sizes = torch.cat([torch.linspace(0, 7, 8961), torch.tensor(list(TIES)), torch.tensor([1e-40, 3e38])])
+    codes = e2m1.encode(torch.stack([sizes, sizes], 1))
+    assert torch.equal(e2m1.nearest(sizes), e2m1.decode(codes, torch.float32)[:, 0])

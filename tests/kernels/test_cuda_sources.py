@@ -62,6 +62,7 @@ CONFIGURATIONS = (
     ("portable_product.cu", PORTABLE | {"SWIGLU": 1, "FORMAT": 0} | MAKES_U),
     ("rms_norm.cu", {"WIDTH": 96, "THREADS": 32, "X_BYTES": 4, "TABLE": 1}),
     ("rotary.cu", {"HEAD": 64, "THREADS": 128}),
+    ("round_columns.cu", {"ROWS": 2, "THREADS": 128}),
     ("routing.cu", {}),
     ("sum_copies.cu", {}),
     ("scale_columns.cu", {}),

@@ -40,6 +40,8 @@ def warnings_of():
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # another test may have set a higher one
 
     def count(folder):
         lines.clear()
@@ -47,6 +49,7 @@ def warnings_of():
         return sum("incorrect regex pattern" in line for line in lines)
 
     yield count
+    logger.setLevel(level)
     logger.removeHandler(handler)
 
 

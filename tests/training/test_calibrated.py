@@ -1,5 +1,6 @@
 """A merged model loses what it learned when it is rounded to NVFP4, and keeps it calibrated."""
 
+import collections
 import dataclasses
 import json
 import shutil
@@ -16,6 +17,7 @@ from qerl.config.stored import read_run_config, with_stored_base
 from qerl.errors import UserError
 from qerl.export import export
 from qerl.learner.distributed import Ranks
+from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.device import resolve_device
 from qerl.models.quantize.quantize import quantize
@@ -96,6 +98,18 @@ def test_the_calibrated_model_keeps_nine_tenths_of_what_rounding_loses(merged):
     )
     with pytest.raises(UserError, match="is quantized already"):
         with_calibrated_base(packed, Ranks(0, 1), notices.append)
+
+
+def test_the_float_weights_are_read_once(merged, tmp_path, monkeypatch):
+    """Of a GGUF file of 1.5B weights that takes longer than to quantize them."""
+    config, path = merged
+    kind, names = type(locate(str(path)).open()), []
+    read = kind.read
+    monkeypatch.setattr(kind, "read", lambda self, name: names.append(name) or read(self, name))
+    config = dataclasses.replace(model_of(config, path, calibrate="gptq"), out=str(tmp_path))
+    with_calibrated_base(config, Ranks(0, 1), lambda text: None)
+    counts = collections.Counter(name for name in names if "proj" in name and name.endswith("weight"))
+    assert len(counts) == 14 and max(counts.values()) == 1, counts
 
 
 def test_a_run_trains_its_calibrated_base_and_is_evaluated_over_it(merged):

@@ -44,6 +44,7 @@ class NullTokenizer:
 
     added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012 (a tokenizer's attribute)
     all_special_ids: tuple[int, ...] = ()
+    all_special_tokens: tuple[str, ...] = ()
 
     def __init__(self, vocab_size: int):
         self._vocab_size = vocab_size

@@ -23,6 +23,10 @@ class ModelConfig:
     """Format of the frozen linear weights. A checkpoint that is already NVFP4 is loaded as it is. fp8-flow:
     FP8 weights whose inputs are quantized to FP8 too, in sampling and in learning."""
 
+    scales: Literal["plain", "mse"] = "plain"
+    """Choice of the block scales where float weights are quantized to nvfp4 or mxfp4. plain: map the largest
+    weight of a block to the largest code. mse: pick the candidate with the least squared error."""
+
     calibrate: Literal["none", "gptq"] = "none"
     """gptq: before training, choose the NVFP4 codes of a float checkpoint so that each layer's outputs on the
     task's prompts and the model's own samples change least. The run writes the result to its folder base and

@@ -68,7 +68,7 @@ class QuantizeOptions:
 
     scales: Literal["plain", "mse"] = "plain"
     """Choice of the block scales. plain: map the largest weight of a block to the largest code. mse: pick
-    the candidate with the least squared error."""
+    the candidate with the least squared error; with gptq weighted by the inputs."""
 
     calibrate: Literal["none", "awq", "gptq"] = "none"
     """awq: first scale up the channels with large inputs and scale down the preceding norm or linear. gptq:
@@ -88,8 +88,8 @@ class QuantizeOptions:
         check_positive(self, "sequences", "sequence_tokens")
         if (self.calibrate == "none") != (self.data is None):
             raise UserError("quantize: --calibrate awq or gptq and --data FILE must be given together")
-        if self.calibrate == "gptq" and (self.format, self.scales) != ("nvfp4", "plain"):
-            raise UserError("quantize: --calibrate gptq needs --format nvfp4 and --scales plain")
+        if self.calibrate == "gptq" and self.format != "nvfp4":
+            raise UserError("quantize: --calibrate gptq needs --format nvfp4")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

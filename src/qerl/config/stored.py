@@ -33,6 +33,12 @@ def with_start_day(config: RunConfig, run: Path) -> RunConfig:
     return dataclasses.replace(config, task=dataclasses.replace(config.task, chat_template_date=day))
 
 
+def former_values(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded config with what it did before there was a field for it."""
+    model = config.get("model")
+    return config | {"model": {"scales": "plain"} | model} if isinstance(model, dict) else config
+
+
 def parse_run_config(data: dict[str, Any]) -> RunConfig:
     """Return the RunConfig of plain values (of `asdict` or JSON); an unknown key is an error."""
     return _build(RunConfig, data, "config")
@@ -47,7 +53,7 @@ def read_run_config(source: str) -> RunConfig | None:
 def read_config_file(path: Path) -> RunConfig:
     """Return the config in this run.json; its model is the one that the run trains."""
     try:
-        config = parse_run_config(parse_json(read_regular(path))["config"])
+        config = parse_run_config(former_values(parse_json(read_regular(path))["config"]))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, OverflowError) as error:

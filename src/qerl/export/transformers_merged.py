@@ -9,6 +9,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from qerl.config import RunConfig
 from qerl.learner import checkpoint
 from qerl.models import hf_writer
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.layouts import without_quantization
 from qerl.models.checkpoint.source import locate
 from qerl.models.packed_writer import with_dtype
@@ -22,9 +23,14 @@ def write_transformers_merged(
 ) -> None:
     """Write round(W + scaling * B @ A) of each linear, or round(W) without the adapter, and the model's other
     tensors; all are in memory."""
-    source = locate(config.model.path)
+    source, format = locate(config.model.path), config.model.format
     model = load_transformers_model(
-        source, format=config.model.format, compute=torch.float32, device=torch.device("cpu"), resident=False
+        source,
+        format=format,
+        compute=torch.float32,
+        device=torch.device("cpu"),
+        resident=False,
+        scales=SCALES[config.model.scales],
     )
     if has_adapter:
         add_adapter(model, config.adapter, seed=config.seed)

@@ -28,6 +28,7 @@ from qerl.export.adapter_card import adapter_card, base_commands, trained_on
 from qerl.formats import MXFP4, NVFP4
 from qerl.learner.checkpoint import latest_adapter, latest_described_adapter
 from qerl.models import hf_writer
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.expert_names import float_tensors
 from qerl.models.checkpoint.layouts import without_quantization
 from qerl.models.checkpoint.layouts.compressed_tensors import WRITTEN
@@ -171,8 +172,15 @@ def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Deco
 
 def load_fp32_base(config: RunConfig, device: torch.device) -> Decoder:
     """Load the run's model, in the run's format."""
-    checkpoint, format = locate(config.model.path).open(), config.model.format
-    return build_decoder(checkpoint, format=format, compute=torch.float32, device=device, resident=False)
+    model = config.model
+    return build_decoder(
+        locate(model.path).open(),
+        format=model.format,
+        compute=torch.float32,
+        device=device,
+        resident=False,
+        scales=SCALES[model.scales],
+    )
 
 
 def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

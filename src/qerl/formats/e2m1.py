@@ -29,6 +29,17 @@ def encode(scaled_NK: Tensor) -> Tensor:
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
+def nearest(size: Tensor) -> Tensor:
+    """Return the magnitude nearest to each size, which is not negative; half to even, as `encode` rounds.
+
+    Below 2 the grid's step is 1/2, in each binade above twice that. Adding 1.5 * 2^22 times the binade's
+    first number and taking it off again rounds to a step: fewer operations than in `encode`."""
+    clipped = size.clamp(max=MAX)
+    binade = (clipped.view(torch.int32) & 0x7F80_0000).view(torch.float32).clamp_(min=1)
+    rounder = binade.mul_(1.5 * 2**22)
+    return clipped.add_(rounder).sub_(rounder)
+
+
 def decode(codes_NB: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values [N, 2B], exact in bfloat16, float16 and float32."""
     return look_up_pairs(codes_NB, _pairs(dtype, codes_NB.device))

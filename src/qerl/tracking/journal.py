@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 
 from qerl.config import RunConfig
+from qerl.config.stored import former_values
 from qerl.errors import RunError, StoppedAtOnce, UserError, redact, require
 from qerl.kernels.runtime.gpu_memory import peak_bytes
 from qerl.tracking.async_logger import AsyncLogger, num_sent
@@ -127,7 +128,7 @@ class Journal:
                 lacks = "has metrics.jsonl but no run.json"
                 raise UserError(f"{self._folder}: {lacks}; choose another folder with --out")
             self._facts = old = read_object(path)
-            self._changed = check_same_run(path, old.get("config", {}), facts["config"])
+            self._changed = check_same_run(path, former_values(old.get("config", {})), facts["config"])
             for name, (was, now) in changes({key: old.get(key) for key in facts}, facts).items():
                 if name not in ("command", "start_time", "config.out", *self._changed):
                     self.notice(f"{name} is now {now}; the run started with {was}")

@@ -7,10 +7,13 @@ model.path that was given.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, RunConfig
@@ -18,6 +21,7 @@ from qerl.config.stored import BASE, with_stored_base
 from qerl.engine.paged_engine import PagedEngine
 from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
 from qerl.models.checkpoint.tokenizer import stop_token_ids
@@ -74,26 +78,32 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     checkpoint = source.open()
     if layout_of(checkpoint) is not None:
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
-    notice(f"model.calibrate {model.calibrate}: quantizing {model.path}, which takes minutes")
+    notice(f"model.calibrate {model.calibrate}: quantizing {model.path}")
     tokenizer, task = load_task(config)
-    groups = _sampled(config, checkpoint, tokenizer, task)
+    begin = time.perf_counter()
+    resident = model.operand == "resident"
+    sampler = _float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
+    groups = _sampled(config, sampler, tokenizer, task)
+    sampled = time.perf_counter()
     rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=torch.device(model.device))
-    decoder = _float_decoder(checkpoint, torch.float32, model.device, resident=False)
-    requantize(decoder, rows, notice=lambda text: None)
+    loaded = _LoadedLinears(checkpoint, sampler)
+    decoder = _float_decoder(loaded, torch.float32, model.device, resident=False)
+    requantize(decoder, rows, notice=lambda text: None, select_scales=SCALES[model.scales])
+    seconds = f"sampled in {sampled - begin:.1f} s, quantized in {time.perf_counter() - sampled:.1f} s"
+    notice(f"model.calibrate {model.calibrate}: {len(rows.tokens_T):,} tokens {seconds}")
     prompts = [prompt.tokens_T for prompt in task.train_prompts(0, config.num_prompts)]
-    if (line := check_quantization(decoder, model.path, f"nvfp4 by {model.calibrate}", prompts)) is not None:
+    format = f"nvfp4 by {model.calibrate}"
+    line = check_quantization(decoder, model.path, format, prompts, original=loaded)
+    if line is not None:
         notice(line)
     write_packed(decoder, source, base, notes={NOTE: {"model": model.path, "calibrate": model.calibrate}})
 
 
 def _sampled(
-    config: RunConfig, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, task: Task
+    config: RunConfig, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, task: Task
 ) -> list[tuple[list[int], list[list[int]]]]:
     """Return prompts, each with samples of the float model: CALIBRATION_TOKENS if the task has as many."""
-    model = config.model
-    resident = model.operand == "resident"
-    decoder = _float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
-    stop_ids = stop_token_ids(tokenizer, locate(model.path))
+    stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
     engine = PagedEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
     max_tokens = min(config.sample.max_tokens, MAX_SAMPLE_TOKENS)
     sampling = dataclasses.replace(sampling_of(config), max_tokens=max_tokens)
@@ -119,3 +129,24 @@ def _float_decoder(checkpoint: Checkpoint, compute: torch.dtype, device: str, *,
     return build_decoder(
         checkpoint, format="bf16", compute=compute, device=torch.device(device), resident=resident
     )
+
+
+class _LoadedLinears:
+    """A checkpoint, but for the linears of a decoder loaded from it in bf16: reading those from a GGUF file
+    again takes longer than quantizing them."""
+
+    def __init__(self, checkpoint: Checkpoint, decoder: Decoder):
+        self.path: Path = checkpoint.path
+        self.config: dict[str, Any] = checkpoint.config
+        self.shapes: dict[str, tuple[int, ...]] = checkpoint.shapes
+        self._checkpoint = checkpoint
+        self._linears = {f"model.{name}.weight": linear for name, linear in decoder.linears()}
+
+    def read(self, name: str) -> Tensor:
+        linear = self._linears.get(name)
+        if linear is None or linear.weight is None:
+            return self._checkpoint.read(name)
+        return linear.weight.operand(torch.bfloat16)
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        return self._checkpoint.read_rows(name, rows)

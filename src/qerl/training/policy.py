@@ -16,6 +16,7 @@ from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError, require
 from qerl.learner import checkpoint
 from qerl.learner.distributed import Ranks
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.notices import checkpoint_notices, skipped_notices
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
@@ -113,6 +114,7 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     stop_ids = stop_token_ids(tokenizer, source)
     build: dict[str, Any] = {"format": model.format, "compute": COMPUTE[model.dtype]}
     build |= {"device": torch.device(model.device), "resident": model.operand == "resident"}
+    build |= {"scales": SCALES[model.scales]}
     if backend_of(model) == "transformers":
         from qerl.models.transformers_backend import transformers_loader  # takes seconds to import
 

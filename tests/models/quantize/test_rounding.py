@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from qerl.formats import NVFP4, e2m1
-from qerl.models.quantize.rounding import add_damping, nearest, round_to_grid
+from qerl.kernels.linear.round_columns import nearest
+from qerl.models.quantize.rounding import add_damping, round_to_grid
 
 N, K, T = 48, 160, 400
 

@@ -39,12 +39,13 @@ def _needed_bytes(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_by
 
 
 def _calibration(a: Architecture, model: ModelConfig) -> float:
-    """Return the bytes of model.calibrate gptq, before training: the BF16 model, and four float64 matrices of
-    the widest input's products."""
+    """Return the bytes of model.calibrate gptq, before training: the BF16 model, the quantized one, and four
+    float64 matrices of the widest input's products."""
     if model.calibrate == "none":
         return 0.0
     widest = max(linear.in_width for spec, _ in counted_specs(a) for linear in spec.linears)
-    return weight_bytes(a, "bf16") + embedding_bytes(a, element_bytes=4) + 4 * 8 * widest**2
+    weights = weight_bytes(a, "bf16") + weight_bytes(a, model.format)
+    return weights + embedding_bytes(a, element_bytes=4) + 4 * 8 * widest**2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

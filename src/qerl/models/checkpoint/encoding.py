@@ -5,23 +5,38 @@ only the largest of their scales, which would distort the others. Loading and wr
 both have the same linears, bit for bit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qerl.errors import naming
 from qerl.formats import NVFP4, PackedWeight
+from qerl.formats.block_scale import least_squares
 from qerl.models.checkpoint.source import Checkpoint
 from qerl.models.checkpoint.state_dict import read_float
 
-SelectScales = Callable[[PackedWeight, Tensor], PackedWeight]
-"""Function (default encoding, weight) -> encoding with the chosen block scales."""
+
+class SelectScales(Protocol):
+    """Function (default encoding, weight) -> encoding with the chosen block scales."""
+
+    def __call__(
+        self, packed: PackedWeight, weight_NK: Tensor, importance_K: Tensor | None = None
+    ) -> PackedWeight:
+        """importance_K: factor of an input's squared errors; None: all count alike."""
+        ...
 
 
-def default_scales(packed: PackedWeight, weight_NK: Tensor) -> PackedWeight:
+def default_scales(
+    packed: PackedWeight, weight_NK: Tensor, importance_K: Tensor | None = None
+) -> PackedWeight:
     """Keep the scales of `encode`: each block's largest weight maps to the largest code."""
     return packed
+
+
+SCALES: dict[str, SelectScales] = {"plain": default_scales, "mse": least_squares}
+"""By the names of model.scales."""
 
 
 def encode_group(

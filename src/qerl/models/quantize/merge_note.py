@@ -15,6 +15,7 @@ from typing import Any
 
 from qerl.config import AdapterConfig, ModelConfig
 from qerl.errors import UserError
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.source import Checkpoint, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
@@ -88,6 +89,7 @@ def make_note(
         return None
     if adapter.kind == "full":
         source, like = locate(model.path).open(), {"compute": policy.compute, "device": policy.device}
+        like |= {"scales": SCALES[model.scales]}
         base = build_decoder(source, format=model.format, resident=False, **like)
         base_kl = quantization_error(base, merged, probes).kl
     else:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from qerl.models.checkpoint.notices import is_exact, kinds
-from qerl.models.checkpoint.source import layout_of, locate
+from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
 from qerl.models.decoder import Decoder
 from qerl.models.policy_model import PolicyModel
 from qerl.models.quantize.merge_note import MAX_PROBE_TOKENS, MergeNote, read_note
@@ -34,18 +34,18 @@ TEXT = (
 """Text to measure on where there is no task."""
 
 
-def prompt_probes(prompts: Sequence[Sequence[int]]) -> list[Probe]:
-    """Return probes of some prompts, without what all of them begin with; one is measured as a whole, also
-    where the prompts are equal as far as they are measured."""
+def prompt_probes(prompts: Sequence[Sequence[int]], max_tokens: int | None = MAX_PROBE_TOKENS) -> list[Probe]:
+    """Return probes of prompts, without what all of them begin with; one is measured as a whole, also where
+    the prompts are equal as far as they are measured. max_tokens: of all; None: no limit."""
     alike = (len(set(column)) == 1 for column in zip(*prompts, strict=False))
     shared = sum(itertools.takewhile(bool, alike)) if len(prompts) > 1 else 0
     probes, num_tokens = [], 0
     for tokens in prompts:
-        tokens_T = list(tokens[: MAX_PROBE_TOKENS - num_tokens])
+        tokens_T = list(tokens[: None if max_tokens is None else max_tokens - num_tokens])
         if len(tokens_T) > shared:
             probes.append(Probe(tokens_T=tokens_T, start=max(shared - 1, 0)))
             num_tokens += len(tokens_T)
-    return probes or [Probe(tokens_T=list(prompts[0][:MAX_PROBE_TOKENS]), start=0)]
+    return probes or [Probe(tokens_T=list(prompts[0][:max_tokens]), start=0)]
 
 
 def check_quantization(
@@ -55,14 +55,15 @@ def check_quantization(
     prompts: Sequence[Sequence[int]],
     of: str = "the task's prompts",
     advice: str = ADVICE,
+    original: Checkpoint | None = None,
 ) -> str | None:
     """Return the line about a decoder loaded from `path`; None if it was not quantized at load. `of` says
-    whose tokens the prompts are; a warning ends with the advice. Codes of a quantized checkpoint that fit the
-    format are loaded without a change, so there is no line; others are compared to what they decode to, and
-    the line names the layout."""
+    whose tokens the prompts are; a warning ends with the advice. original: the path's checkpoint, if it is
+    open. Codes of a quantized checkpoint that fit the format are loaded without a change, so there is no
+    line; others are compared to what they decode to, and the line names the layout."""
     if not isinstance(decoder, Decoder):  # the float weights of transformers' model are not kept
         return None
-    checkpoint = locate(path).open()
+    checkpoint = locate(path).open() if original is None else original
     layout = layout_of(checkpoint)
     if format == "bf16" or (layout is not None and is_exact(layout, format)):
         return None

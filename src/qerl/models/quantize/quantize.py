@@ -13,8 +13,7 @@ from qerl.config import ModelConfig
 from qerl.config.options import QuantizeOptions
 from qerl.errors import UserError
 from qerl.formats import FORMATS
-from qerl.formats.block_scale import least_squares
-from qerl.models.checkpoint.encoding import SelectScales, default_scales, encode_weights
+from qerl.models.checkpoint.encoding import SCALES, SelectScales, encode_weights
 from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.checkpoint.tokenizer import load_tokenizer
@@ -27,8 +26,6 @@ from qerl.models.quantize.awq import ScaledCheckpoint, awq, collect_inputs
 from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups, read_calibration
 from qerl.models.quantize.gptq import requantize
 from qerl.models.quantize.quantization_check import TEXT, check_quantization
-
-SCALES: dict[str, SelectScales] = {"plain": default_scales, "mse": least_squares}
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -59,7 +56,8 @@ def _write_gptq(options: QuantizeOptions) -> None:
         groups = [(tokens, []) for tokens in _sequences(options)]
         rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=device)
     decoder = build_decoder(checkpoint, format="bf16", compute=torch.float32, device=device, resident=False)
-    requantize(decoder, rows, notice=partial(print, "gptq:", file=sys.stderr))
+    notice = partial(print, "gptq:", file=sys.stderr)
+    requantize(decoder, rows, notice=notice, select_scales=SCALES[options.scales])
     write_packed(decoder, source, options.out)
 
 

@@ -8,16 +8,17 @@ columns (GPTQ, arXiv 2210.17323). Then every column is rounded again while the o
 descent), which can only lower the error. The scales are given: a weight that lies on their grid does not
 change.
 
-All matrices are transposed, [K, N], so that a column of the weight is a row in memory.
+Both are `round_columns` with feedback of their own. H = U D U^T with a unit upper triangular U and a diagonal
+D gives error = sum over k of D_k |E_k + sum over j < k of E_j U_jk|^2, whose terms GPTQ minimizes one by one
+(QuIP, arXiv 2307.13304, theorem 6: without the inverse of H); a sweep minimizes over one column at a time.
+
+    GPTQ    f_jk = -U_jk          sweep    f_jk = -H_jk / H_kk
 """
 
 import torch
 from torch import Tensor
 
-from qerl.formats import e2m1
-
-_CHUNK = 128
-"""Columns per product over the remaining columns; work within a chunk stays in the CPU's cache."""
+from qerl.kernels.linear.round_columns import round_columns
 
 
 def add_damping(h_KK: Tensor, damping: float) -> Tensor:
@@ -25,57 +26,25 @@ def add_damping(h_KK: Tensor, damping: float) -> Tensor:
     directions that the calibration did not cover."""
     h_KK = h_KK.double()
     floor = (damping * h_KK.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny)
-    return h_KK + floor * torch.eye(len(h_KK), dtype=h_KK.dtype, device=h_KK.device)
+    h_KK.diagonal().add_(floor)
+    return h_KK
 
 
 def round_to_grid(weight_NK: Tensor, steps_NK: Tensor, h_KK: Tensor, *, sweeps: int) -> Tensor:
     """Return E2M1 values in units of the steps, float32 [N, K]. steps_NK is the value of a code of 1, above
     0; h_KK is positive definite, float64."""
-    order_K = h_KK.diagonal().argsort(descending=True)
-    w_KN, step_KN = (x.float().T[order_K].contiguous() for x in (weight_NK, steps_NK))
+    order_K = h_KK.diagonal().argsort(descending=True, stable=True)
+    w_NK, step_NK = (x.float()[:, order_K].contiguous() for x in (weight_NK, steps_NK))
     h_KK = h_KK[order_K][:, order_K]
-    q_KN = _gptq(w_KN, step_KN, h_KK)
+    q_NK = round_columns(w_NK.clone(), w_NK, step_NK, _gptq_feedback(h_KK))
+    feedback_KK = (h_KK / -h_KK.diagonal()).float().contiguous()
     for _ in range(sweeps):
-        _coordinate_descent(q_KN, w_KN, step_KN, h_KK.float())
-    return (q_KN / step_KN)[order_K.argsort()].T.contiguous()
+        best_NK = torch.addmm(q_NK, q_NK - w_NK, feedback_KK)
+        q_NK = round_columns(best_NK, q_NK, step_NK, feedback_KK)
+    return (q_NK / step_NK)[:, order_K.argsort()]
 
 
-def nearest(value: Tensor, step: Tensor) -> Tensor:
-    """Round to the nearest grid value, as e2m1 does, without encoding."""
-    units = value / step
-    a = units.abs().clamp_(max=e2m1.MAX)
-    fine, middle, coarse = (a * 2).round_().mul_(0.5), a.round(), (a * 0.5).round_().mul_(2)
-    return torch.where(a < 2, fine, torch.where(a < 4, middle, coarse)).copysign_(units).mul_(step)
-
-
-def _gptq(w_KN: Tensor, step_KN: Tensor, h_KK: Tensor) -> Tensor:
-    """GPTQ: distribute each column's error over the later columns by the inverse of H."""
-    inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(h_KK))
-    upper_KK = torch.linalg.cholesky(inverse_KK, upper=True).float()
-    w_KN, q_KN = w_KN.clone(), torch.empty_like(w_KN)
-    for start in range(0, len(w_KN), _CHUNK):
-        chunk, rest = slice(start, start + _CHUNK), slice(start + _CHUNK, None)
-        w_CN, u_CC = w_KN[chunk], upper_KK[chunk, chunk]
-        error_CN = torch.empty_like(w_CN)
-        for c in range(len(w_CN)):
-            q_KN[start + c] = nearest(w_CN[c], step_KN[start + c])
-            error_CN[c] = (w_CN[c] - q_KN[start + c]) / u_CC[c, c]
-            w_CN[c + 1 :].addr_(u_CC[c, c + 1 :], error_CN[c], alpha=-1)
-        w_KN[rest].addmm_(upper_KK[chunk, rest].T, error_CN, alpha=-1)
-    return q_KN
-
-
-def _coordinate_descent(q_KN: Tensor, w_KN: Tensor, step_KN: Tensor, h_KK: Tensor) -> None:
-    """Sweep over q once, in place: set each column in turn to its best values while all others stay."""
-    slope_KN = h_KK @ (q_KN - w_KN)
-    for start in range(0, len(q_KN), _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        q_CN, slope_CN, h_CC = q_KN[chunk], slope_KN[chunk], h_KK[chunk, chunk]
-        before_CN = q_CN.clone()
-        for c in range(len(q_CN)):
-            best_N = nearest(q_CN[c] - slope_CN[c] / h_CC[c, c], step_KN[start + c])
-            slope_CN.addr_(h_CC[c], best_N - q_CN[c])
-            q_CN[c] = best_N
-        change_CN = q_CN - before_CN
-        for others in (slice(None, start), slice(start + _CHUNK, None)):
-            slope_KN[others].addmm_(h_KK[others, chunk], change_CN)
+def _gptq_feedback(h_KK: Tensor) -> Tensor:
+    """Return -U of H = U D U^T: the Cholesky factor of H in reverse order, its columns over its diagonal."""
+    upper_KK = torch.linalg.cholesky(h_KK.flip(0, 1)).flip(0, 1)
+    return (upper_KK / -upper_KK.diagonal()).float().contiguous()

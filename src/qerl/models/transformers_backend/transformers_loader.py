@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from qerl.errors import UserError, naming
 from qerl.formats import BF16, FORMATS
+from qerl.models.checkpoint.encoding import SelectScales, default_scales, encode_weight
 from qerl.models.checkpoint.layouts import with_layout
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 from qerl.models.checkpoint.source import Checkpoint, ModelSource, PackedCheckpoint
@@ -35,7 +36,13 @@ _ROUNDING = 0.05  # of logits, as a part of them: 0.00 in others; 0.48 in PaliGe
 
 
 def load_transformers_model(
-    source: ModelSource, *, format: str, compute: torch.dtype, device: torch.device, resident: bool
+    source: ModelSource,
+    *,
+    format: str,
+    compute: torch.dtype,
+    device: torch.device,
+    resident: bool,
+    scales: SelectScales = default_scales,
 ) -> TransformersModel:
     """Return the model with the linears of its layers in `format` and the rest in `compute`. Codes that
     a quantized checkpoint has in `format` are taken as they are, others are decoded."""
@@ -50,7 +57,7 @@ def load_transformers_model(
             raise UserError(f"the layers of {name} have no torch.nn.Linear that can be packed")
         filled = _fill_packed(checkpoint, linears, format, device)
         weights.skip(filled)
-        misfits = _fill(model, weights, linears, format, compute, device, filled)
+        misfits = _fill(model, weights, linears, format, scales, compute, device, filled)
         _check_filled(model, weights.names, filled)
         model.tie_weights()
     for linear in linears.values() if resident else ():
@@ -110,6 +117,7 @@ def _fill(
     weights: StreamedWeights,
     linears: dict[str, SequenceLinear],
     format: str,
+    scales: SelectScales,
     compute: torch.dtype,
     device: torch.device,
     filled: set[str],
@@ -131,7 +139,7 @@ def _fill(
             raise UserError(f"{name} is {list(tensor.shape)}, must be {expected}")
         tensor = tensor.to(device)
         try:
-            linear.load_weight(FORMATS[format].encode(tensor))
+            linear.load_weight(encode_weight(tensor, FORMATS[format], scales))
         except UserError:  # the shape: read_float has checked the numbers
             misfits.append(module)
             linear.load_weight(BF16.encode(tensor))

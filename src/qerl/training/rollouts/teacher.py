@@ -30,6 +30,7 @@ from qerl.learner.forward import head_of, packed_hidden
 from qerl.learner.minibatch import MinibatchPart
 from qerl.learner.oom_retry import OomRetry
 from qerl.learner.packing import PackedBatch
+from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.source import Checkpoint, ModelSource, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.decoder import Decoder
@@ -117,6 +118,7 @@ def _policy(config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerB
         compute=COMPUTE[model.dtype],
         device=torch.device(model.device),
         resident=model.operand == "resident",
+        scales=SCALES[model.scales],
     )
     return lambda: contextlib.nullcontext(decoder)
 
