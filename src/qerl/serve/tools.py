@@ -9,12 +9,14 @@ Text that looks like a call but is none, or calls a function that was not offere
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl.errors import UserError
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BETWEEN = re.compile(r"\s*+;?+\s*+")
 _HOW_TO_CALL = f'To call one, answer with {_OPEN}{{"name": NAME, "arguments": {{...}}}}{_CLOSE}'
 
 _PARTS = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # with these, others may name arguments
@@ -51,17 +53,17 @@ class ToolCallStream:
         self._pending += text
         if not self._has_text and self._pending.lstrip()[:1] in ("", "{"):
             return "", []  # perhaps a bare object; only its end tells
-        out, calls = "", []
-        while _OPEN in self._pending:
-            before, _, rest = self._pending.partition(_OPEN)
-            body, close, after = rest.partition(_CLOSE)
-            out, self._pending = out + before, _OPEN + rest
-            if not close:
+        parts, calls, place = [], [], 0
+        while (start := self._pending.find(_OPEN, place)) >= 0:
+            parts.append(self._pending[place:start])
+            place, close = start, self._pending.find(_CLOSE, start)
+            if close < 0:
                 break
-            parsed = self._parse(body)
-            out += "" if parsed else _OPEN + body + _CLOSE
+            place = close + len(_CLOSE)
+            parsed = self._parse(self._pending[start + len(_OPEN) : close])
+            parts += [] if parsed else [self._pending[start:place]]
             calls += parsed
-            self._pending = after
+        out, self._pending = "".join(parts), self._pending[place:]
         if _OPEN not in self._pending:
             num_held = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._pending.endswith(_OPEN[:n])), 0)
             end = len(self._pending) - num_held
@@ -85,10 +87,10 @@ class ToolCallStream:
 
     def _parse(self, text: str) -> list[ParsedCall]:
         """Return the calls, or none if any part is not the call of an offered function."""
-        calls, decoder = [], json.JSONDecoder()
+        calls, decoder, text, end = [], json.JSONDecoder(), text.strip(), 0
         try:
-            while text := text.strip():
-                value, end = decoder.raw_decode(text)
+            while end < len(text):
+                value, end = decoder.raw_decode(text, end)
                 arguments = value.get("arguments", value.get("parameters", {}))
                 if value["name"] not in self._names or not isinstance(arguments, dict):
                     return []
@@ -96,7 +98,7 @@ class ToolCallStream:
                 written.encode()  # a ValueError if it has a lone surrogate
                 place = self.num_calls + len(calls)
                 calls.append(ParsedCall(self._id(place, value["name"], written), value["name"], written))
-                text = text[end:].strip().removeprefix(";")
+                end = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return []
         if not self._is_parallel:

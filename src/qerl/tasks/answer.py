@@ -7,17 +7,25 @@ r"""Extract the final answer from a text, and normalize its spelling.
     normalize       one spelling for \text{..}, \left, LaTeX's spaces, \dfrac, \tfrac12, unicode, sqrt(2), ...
 
 The last of several counts. A tag or box that is opened and not closed was cut off: it gives no answer.
+
+A completion may be long and hostile: every text is read in time proportional to its length
+(`tests/faults/test_regex_growth.py`). Only `normalize`, for answers of at most 500 characters, is not.
 """
 
 import re
+from collections.abc import Iterator
 
-_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _ANSWER_PHRASE = re.compile(
-    r"(?:\b(?:answer|option|choice)\s+is|\banswer\b\s*\**\s*:)\s*:?\s*\**\s*([^\n]*)", re.IGNORECASE
+    r"(?:\b(?:answer|option|choice)\s++is|\banswer\b\s*+\**+\s*+:)\s*+:?+\s*+\**+\s*+([^\n]*)", re.IGNORECASE
 )
 _ASIDE = re.compile(r",? (?:not|rather than|instead of|since|because|which)\b.*")
-_MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATH_OPENS = re.compile(r"\$\$|(?<!\\)\$|\\\(|\\\[")
+_MATH_CLOSES = {
+    opened: re.compile(closed)
+    for opened, closed in (("$$", r"\$\$"), ("$", r"(?<!\\)\$"), (r"\(", r"\\\)"), (r"\[", r"\\\]"))
+}
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(rf"(?:(?<![\w)\]}}])-\s?)?{_UNSIGNED}(?:\s*/\s*{_UNSIGNED})?")
 _FUNCTIONS = ("sqrt", "pi", "sin", "cos", "tan", "log", "ln", "exp", "infinity", "inf", "det", "max", "min")
@@ -79,23 +87,48 @@ _PATTERNS = [(re.compile(pattern), spelling) for pattern, spelling in _SPELLINGS
 
 def final_answers(text: str) -> list[str]:
     """Return candidates for the text's answer, best first; empty if it has none."""
-    tagged = list(_TAG.finditer(text))
-    if tagged:
-        return final_answers(tagged[-1][1]) if tagged[-1][0].endswith("</answer>") else []
+    tagged = list(between(text, "<answer>", "</answer>"))
+    if "<answer>" in text:
+        is_cut_off = "<answer>" in text[text.rfind("</answer>") + 1 :]
+        return [] if is_cut_off else final_answers(tagged[-1])
     if _BOX.search(text):
         boxed = last_boxed(text)
         return [boxed] if boxed else []
     phrases = _ANSWER_PHRASE.findall(text)
     if phrases and phrases[-1].strip(" .*"):
         text = _ASIDE.sub("", phrases[-1])
-    formulas = _MATH.findall(text)
+    formulas = list(_formulas(text))
     if formulas:
-        return [next(part for part in formulas[-1] if part)]
+        return [formulas[-1]]
     whole = text.strip().strip("*").strip()
     if not _is_prose(whole):
         return [whole] if whole else []
     numbers = _NUMBER.findall(whole.replace("\N{MINUS SIGN}", "-"))
     return [whole, numbers[-1]] if numbers else [whole]
+
+
+def between(text: str, opened: str, closed: str) -> Iterator[str]:
+    """Yield what stands between each of these and the next of those."""
+    start = text.find(opened)
+    while start >= 0 and (end := text.find(closed, start + len(opened))) >= 0:
+        yield text[start + len(opened) : end]
+        start = text.find(opened, end + len(closed))
+
+
+def _formulas(text: str) -> Iterator[str]:
+    """Yield the formulas between dollars or LaTeX's brackets, none of them empty."""
+    place, never_closed = 0, set()
+    while found := _MATH_OPENS.search(text, place):
+        place = found.start() + 1
+        is_escaped = text[found.start() - 1 : found.start()] == "\\"
+        for opened in ("$$", "$")[: 2 - is_escaped] if found[0] == "$$" else (found[0],):  # $$x$ is $x
+            start = found.start() + len(opened)
+            end = None if opened in never_closed else _MATH_CLOSES[opened].search(text, start + 1)
+            if end is not None:
+                yield text[start : end.start()]
+                place = end.end()
+                break
+            never_closed.add(opened)
 
 
 def gold_answer(text: str) -> str:
@@ -127,7 +160,7 @@ def normalize(text: str) -> str:
     for character, spelling in _UNICODE.items():
         text = text.replace(character, spelling)
     text = text.strip()
-    if matched := _MATH.fullmatch(text):
+    if matched := _FORMULA.fullmatch(text):
         text = next(part for part in matched.groups() if part)
     while _TEXT.search(text):
         text = _TEXT.sub(r" \1 ", text)

@@ -20,7 +20,7 @@ from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks.answer import final_answers, gold_answer
+from qerl.tasks.answer import between, final_answers, gold_answer
 from qerl.tasks.code import code
 from qerl.tasks.math_equal import is_equal
 from qerl.tasks.rows import gym_dataset
@@ -32,8 +32,6 @@ _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d
 # A sign right after a digit, letter or bracket is an operator: in 10-3 the last number is 3.
 _NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-+])?{_UNSIGNED}(?:\s*/\s*{_UNSIGNED})?")
 _MAX_NUMBER_CHARACTERS = 1000  # Python refuses to convert from 4,300 digits on
-_TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def _compare(name: str, is_right: Callable[[str, Any], bool], config: TaskConfig) -> Reward:
@@ -86,7 +84,8 @@ def tags(config: TaskConfig) -> Reward:
 
 def _is_tagged(text: str) -> bool:
     is_once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-    return is_once and _TAGGED.fullmatch(text) is not None
+    thought, _, answer = (part.strip() for part in text.partition("</think>"))
+    return is_once and thought.startswith("<think>") and answer[:8] + answer[-9:] == "<answer></answer>"
 
 
 def gym(config: TaskConfig) -> Reward:
@@ -104,8 +103,8 @@ def gym(config: TaskConfig) -> Reward:
 
 
 def _answered(text: str) -> str:
-    tagged = _ANSWER.findall(text)
-    return (tagged[-1] if tagged else text).strip()
+    tagged = deque(between(text, "<answer>", "</answer>"), maxlen=1)
+    return (tagged[0] if tagged else text).strip()
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:

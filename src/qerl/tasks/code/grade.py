@@ -18,7 +18,7 @@ Programs that need child processes, sockets or other files fail.
 import dataclasses
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from qerl.config import TaskConfig
@@ -27,7 +27,8 @@ from qerl.tasks.code import sandbox, test_cases
 from qerl.tasks.code.runner import Limits, SandboxUnavailable, run_call, run_test, run_with_input
 from qerl.tasks.code.script import Script
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_LANGUAGE = re.compile(r"\w*")
+_BLANKS = " \t\r"
 _OUTPUT_BYTES = 4 << 20
 _SHARE_FOR_TESTS = 0.8
 """Share of task.reward_timeout_s; past all of it the sample would get no reward instead of a low one."""
@@ -48,10 +49,10 @@ def code(config: TaskConfig) -> Callable[..., Any]:
     def grade(completion: Any, tests: Any, entry_point: str | None) -> float:
         end = time.monotonic() + _SHARE_FOR_TESTS * config.reward_timeout_s
         cases = test_cases.parse_tests(tests, entry_point)[: settings.max_tests]
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        program = program_of(completion if isinstance(completion, str) else completion[-1]["content"])
         passed = 0
         for case in cases:
-            is_passed = passes(program_of(text), case, limits, end)
+            is_passed = passes(program, case, limits, end)
             if settings.credit == "all" and not is_passed:
                 return 0.0
             passed += is_passed
@@ -67,9 +68,24 @@ def code(config: TaskConfig) -> Callable[..., Any]:
 
 
 def program_of(text: str) -> str:
-    blocks = _BLOCK.findall(text)
+    blocks = list(_blocks(text))
     python = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     return (python or [body for _, body in blocks] or [text])[-1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and text of each block between lines that begin with three backticks, in one scan."""
+    language, lines = None, []
+    for line in text.split("\n"):
+        fence = line.strip(_BLANKS)
+        if language is None and fence.startswith("```"):
+            found = _LANGUAGE.match(fence[3:].lstrip(_BLANKS))
+            language, lines = found[0] if found else "", []
+        elif fence == "```":
+            yield str(language), "".join(f"{each}\n" for each in lines)
+            language = None
+        else:
+            lines.append(line)
 
 
 def passes(program: str, case: test_cases.TestCase, limits: Limits, end: float) -> bool:
