@@ -281,7 +281,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     for form in ("peft", "merged"):
         assert "holds no checkpoint" in refusal(lambda form=form: exported(tmp_path, config, form))
     said = refusal(lambda: exported(tmp_path, config, "peft", dtype="fp32"))
-    assert said == "--dtype fp32 needs --as merged or gguf-ready, got peft"
+    assert said == "--dtype fp32 needs --as merged, gguf-ready or base, got peft"
 
 
 def qerl(monkeypatch, *arguments):

@@ -43,6 +43,7 @@ GIVEN = {  # patterns that only a run knows
     "tasks/units.py name": "of _COMPOUND",
     "tasks/code/pytest_stub.py pattern": "of a row's test",
     "tasks/code/pytest_stub.py match": "of a row's test",
+    "tasks/chat_tokens.py '|'.join(map(re.escape, ordered)) or '(?!)'": "texts of control tokens, escaped",
 }
 
 

@@ -177,11 +177,15 @@ def nearest_options(option: str, known: list[str]) -> list[str]:
     """Return up to three options: --learn.lr -> --learn.learning-rate, whose initials are lr."""
     section, _, last = option.removeprefix("--").rpartition(".")
 
-    def is_short_for(name: str) -> bool:
-        end = name.removeprefix("--").rpartition(".")[2]
-        initials = "".join(word[0] for word in end.split("-") if word)
-        return last == initials or last in end.split("-") or end.startswith(last)
+    def end(name: str) -> str:
+        return name.removeprefix("--").rpartition(".")[2]
 
-    short = sorted(filter(is_short_for, known), key=len)
+    def has_initials(name: str) -> bool:
+        return last == "".join(word[0] for word in end(name).split("-") if word)
+
+    def is_short_for(name: str) -> bool:
+        return has_initials(name) or last in end(name).split("-") or end(name).startswith(last)
+
+    short = sorted(filter(is_short_for, known), key=lambda name: (not has_initials(name), len(name)))
     in_section = [name for name in short if section and name.startswith(f"--{section}.")]
     return (in_section or short or difflib.get_close_matches(option, known, n=3, cutoff=0.6))[:3]

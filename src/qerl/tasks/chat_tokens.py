@@ -33,7 +33,7 @@ def _random_mark() -> str:
 
 
 _OPEN, _CLOSE, _NAME = _random_mark(), _random_mark(), _random_mark()
-_MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+_MARKED = re.compile(f"{_OPEN}([\U00010000-\U0010ffff]*){_CLOSE}")  # marks are in plane 0
 _ROLE_MARK = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _SHIFT = 0xF0000  # marks hide characters in the private-use plane 15
 

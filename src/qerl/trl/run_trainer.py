@@ -240,8 +240,9 @@ def _words_of_trl() -> Iterator[None]:
     try:
         yield
     except (UserError, RunError) as error:
-        wanted = r"(choose another folder with|set another) --out\b"
-        text = re.sub(wanted, "set another output_dir", str(error))
+        text = re.sub(
+            r"(choose another folder with|set another) --out\b", "set another output_dir", str(error)
+        )
         if text == str(error):
             raise
         raise type(error)(text) from error
