@@ -148,6 +148,38 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(files, unbroken, tmp_path):
     assert_same_run(out, unbroken)
 
 
+@pytest.mark.parametrize(("more", "is_kept"), [((), True), (("--seed", "1"), False)])
+def test_an_evaluation_before_the_first_checkpoint_is_kept_for_the_same_run(
+    files, unbroken, tmp_path, more, is_kept
+):
+    """A run that was killed before its first checkpoint begins again, and had measured this already."""
+    recorded = {"before": {"nll": 1.25, "perplexity": 3.5}, "after": {"nll": 9.0}}
+    (tmp_path / "run.json").write_text(
+        (unbroken / "run.json").read_text().replace(str(unbroken), str(tmp_path))
+    )
+    (tmp_path / "evaluations.json").write_text(json.dumps(recorded))
+    command(["sft", *options(files, tmp_path, *more)])
+    evaluations = json.loads((tmp_path / "evaluations.json").read_text())
+    assert (evaluations["before"] == recorded["before"]) == is_kept
+    assert evaluations["after"] != recorded["after"]
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_keeps_its_evaluation(files, tmp_path):
+    arguments = options(files, tmp_path, "--checkpoint.every", "1000", "--max-steps", "40")
+    process = tiny_run.started(*tiny_run.QERL, "sft", *arguments)
+    wait_for_steps(process, tmp_path, 1)
+    process.kill()
+    process.wait()
+    path = tmp_path / "evaluations.json"
+    before, written = json.loads(path.read_text()), path.stat().st_ino
+    if not (tmp_path / "result.json").exists():
+        process = tiny_run.started(*tiny_run.QERL, "sft", *arguments)
+        wait_for_steps(process, tmp_path, 1)
+        assert path.stat().st_ino == written or "after" in json.loads(path.read_text())
+        assert process.wait() == 0, process.communicate()[1]
+        assert json.loads(path.read_text())["before"] == before["before"]
+
+
 def test_a_complete_run_goes_on_with_more_steps(files, unbroken, tmp_path, capsys):
     constant = "--learn.lr-scheduler-type", "constant"
     command(["sft", *options(files, tmp_path / "long", *constant)])

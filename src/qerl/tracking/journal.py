@@ -95,7 +95,8 @@ class Journal:
         self._logger_names, self._config = RunConfig().loggers, {}
         self._facts: dict[str, Any] = {}
         self._changed: dict[str, tuple[Any, Any]] = {}
-        self._compares_sources = False
+        self._compares_sources = self.is_same_run = False
+        """is_same_run: True once started where a run of this config, rewards and files began already."""
         self._loggers: list[AsyncLogger] = []
         self._result: dict[str, Any] | None = None
         console = console or Console()
@@ -123,6 +124,10 @@ class Journal:
         self._answer_column, self._logger_names = config.task.answer_column, config.loggers
         path, facts = self._folder / "run.json", finite(run_facts(config))
         self._config, self._facts = facts["config"], facts
+        if not self._next_step and path.exists():
+            old = read_object(path)
+            same_sources = dict(sources).items() <= old.get("sources", {}).items()
+            self.is_same_run = same_sources and not changes(old.get("config", {}), facts["config"])
         if self._next_step:
             if not path.exists():
                 lacks = "has metrics.jsonl but no run.json"
@@ -132,6 +137,7 @@ class Journal:
             for name, (was, now) in changes({key: old.get(key) for key in facts}, facts).items():
                 if name not in ("command", "start_time", "config.out", *self._changed):
                     self.notice(f"{name} is now {now}; the run started with {was}")
+            self.is_same_run = not self._changed
         self._compares_sources = self._next_step > 0
         self.check_sources(sources, ("reward ", "rows of "))
 
@@ -336,7 +342,7 @@ class NullJournal:
     """The journal of every rank but the first: it records nothing and prints nothing."""
 
     result: dict[str, Any] | None = None
-    last_saved = 0
+    last_saved, is_same_run = 0, False
 
     def __init__(self):
         self._stopwatch = Stopwatch(lambda phase: None)

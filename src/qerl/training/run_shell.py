@@ -181,10 +181,15 @@ class Session:
         return first_step
 
     def _evaluations_at(self, first_step: int) -> dict[str, Any]:
-        """Return the evaluations that are valid at this step: none before the first one, as they belong to an
-        earlier config. If num_steps was raised, the one after training gets the number of its steps in its
-        name; if steps before it are repeated, as a later checkpoint is gone, it is dropped."""
-        valid = dict(self._evaluations) if first_step else {}
+        """Return the evaluations that are valid at this step: at the first one those before training, and
+        none that belong to an earlier config. If num_steps was raised, the one after training gets the number
+        of its steps in its name; if steps before it are repeated, as a later checkpoint is gone, it is
+        dropped."""
+        if first_step == 0:
+            is_same = self._run.ranks.from_first(lambda: self._run.journal.is_same_run)
+            moments = self._training.evaluations_before if is_same else ()
+            return {moment: self._evaluations[moment] for moment in moments if moment in self._evaluations}
+        valid = dict(self._evaluations)
         if first_step < self._training.config.num_steps and "after" in valid:
             after = valid.pop("after")
             if self._run.journal.last_saved <= first_step:
