@@ -83,7 +83,7 @@ def test_every_candidate_is_the_best_of_some_block(kind):
 
 
 def test_important_inputs_decide_a_block_s_scale():
-    weight_NK = torch.tensor([[6.0, 4.6] + [0.0] * 14, [100.0] + [0.0] * 15])
+    weight_NK = torch.tensor([[6.0, 5.0] + [0.0] * 14, [100.0] + [0.0] * 15])
     plain = NVFP4.encode(weight_NK)
     first_K, second_K = torch.full((16,), 1e-3), torch.full((16,), 1e-3)
     first_K[0] = second_K[1] = 1

@@ -1,6 +1,7 @@
 """Dispatch `qerl COMMAND` to the command's module.
 
-A UserError prints one line and exits with code 2; a RunError prints one line and exits with code 1.
+A UserError prints one line and exits with code 2; a RunError or an OSError prints one line and exits with
+code 1.
 `--debug` anywhere shows the traceback.
 """
 
@@ -11,7 +12,7 @@ import sys
 from types import ModuleType
 
 from qerl.cli.arguments import check_known
-from qerl.errors import RunError, UserError, check_platform, redact
+from qerl.errors import RunError, UserError, check_platform, printable, redact
 
 USAGE = """\
 usage: qerl COMMAND [ARGUMENT ...] [OPTIONS]
@@ -50,6 +51,12 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:  # a disk, a path or a network that fails where no command expects it
+        if "--debug" in sys.argv:
+            raise
+        place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        print(f"qerl: {redact(printable(place + (error.strerror or str(error))))}", file=sys.stderr)
+        sys.exit(1)
 
 
 def command(arguments: list[str]) -> None:

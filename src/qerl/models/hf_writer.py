@@ -1,7 +1,9 @@
 """Write the folder of a model or an adapter; the folder appears only when it is complete."""
 
 import contextlib
+import fcntl
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -16,6 +18,7 @@ from qerl.errors import RunError, UserError
 from qerl.models.checkpoint.model_folder import INDEX_NAME, read_json
 from qerl.models.checkpoint.source import ModelSource
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
+from qerl.tracking.atomic_file import sync_path
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 _TOKENIZER_FILES += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
@@ -23,26 +26,75 @@ _TOKENIZER_FILES += ("chat_template*", "generation_config.json", "LICENSE*", "NO
 
 def check_output_folder(out: Path) -> None:
     """Raise UserError unless `out` does not exist or is an empty folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    try:
+        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror}") from error
+    if not is_free:
         raise UserError(f"{out}: exists already and is not an empty folder")
 
 
 @contextlib.contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `out` at the end, or removed after an error."""
+    """Yield a temporary folder beside `out`. At the end it is flushed to the disk and renamed to `out`; after
+    an error it is removed. What killed processes left of the same folder is removed at the beginning."""
+    place = out.resolve()  # a link to an empty folder stays one
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folder, descriptor = _make_unfinished(place)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror}") from error
     try:
         yield folder
         folder.chmod(0o755)  # mkdtemp lets only the owner read
-        folder.replace(out)
+        for path in [*folder.rglob("*"), folder]:
+            sync_path(path)
+        folder.replace(place)
+        sync_path(place.parent)
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{out}: cannot be written: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(f"{out}: cannot be written: {reason}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _make_unfinished(place: Path) -> tuple[Path, int]:
+    """Return a new temporary folder beside this one, and a descriptor that locks it; the kernel releases the
+    lock with the process. Folders with its prefix whose lock is free are removed."""
+    short = os.fsencode(place.name)[:200].decode(errors="ignore")  # a name may have 255 bytes
+    prefix = f".{short}.unfinished-"
+    parent = os.open(place.parent, os.O_RDONLY)
+    try:
+        _lock(parent, fcntl.LOCK_EX)  # nobody removes the new folder before it is locked
+        for entry in os.scandir(place.parent):
+            if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
+                _remove_unlocked(Path(entry.path))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
+        descriptor = os.open(folder, os.O_RDONLY)
+        _lock(descriptor, fcntl.LOCK_EX)
+        return folder, descriptor
+    finally:
+        os.close(parent)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    """Lock an open folder; return False where another process has the lock, or the file system has none."""
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        return False
+    return True
 
 
 def write_shards(

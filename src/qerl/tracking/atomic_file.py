@@ -34,7 +34,8 @@ def encode(value: Any, *, indent: int | None = None) -> bytes:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace the file; after a crash it has the old content or the new, never a part of it."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # another process may be writing the same file
+    short = os.fsencode(path.name)[:200].decode(errors="ignore")  # a name may have 255 bytes
+    part = path.with_name(f"{short}.{os.getpid()}.part")  # another process may be writing the same file
     try:
         write_synced(part, content)
         os.replace(part, path)
