@@ -118,11 +118,11 @@ def between(text: str, opened: str, closed: str) -> Iterator[str]:
 def _formulas(text: str) -> Iterator[str]:
     """Yield the formulas between dollars or LaTeX's brackets, none of them empty."""
     place, never_closed = 0, set()
-    while found := _MATH_OPENS.search(text, place):
-        place = found.start() + 1
-        is_escaped = text[found.start() - 1 : found.start()] == "\\"
-        for opened in ("$$", "$")[: 2 - is_escaped] if found[0] == "$$" else (found[0],):  # $$x$ is $x
-            start = found.start() + len(opened)
+    while opening := _MATH_OPENS.search(text, place):
+        place = opening.start() + 1
+        is_escaped = text[opening.start() - 1 : opening.start()] == "\\"
+        for opened in ("$$", "$")[: 2 - is_escaped] if opening[0] == "$$" else (opening[0],):  # $$x$ is $x
+            start = opening.start() + len(opened)
             end = None if opened in never_closed else _MATH_CLOSES[opened].search(text, start + 1)
             if end is not None:
                 yield text[start : end.start()]

@@ -79,8 +79,8 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     for line in text.split("\n"):
         fence = line.strip(_BLANKS)
         if language is None and fence.startswith("```"):
-            found = _LANGUAGE.match(fence[3:].lstrip(_BLANKS))
-            language, lines = found[0] if found else "", []
+            word = _LANGUAGE.match(fence[3:].lstrip(_BLANKS))
+            language, lines = word[0] if word else "", []
         elif fence == "```":
             yield str(language), "".join(f"{each}\n" for each in lines)
             language = None
