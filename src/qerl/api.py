@@ -54,7 +54,7 @@ from qerl.models.peft.adapter import adapter_tensors, load_adapter
 from qerl.models.peft.peft_names import peft_tensors
 from qerl.models.peft.peft_reader import read_adapter
 from qerl.models.policy_model import PolicyModel
-from qerl.tasks.demonstrations import messages_of
+from qerl.tasks.conversation import messages_of
 from qerl.tasks.prompt import BadRow, render_chat, set_template_date
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.planned_learner import planned_learner

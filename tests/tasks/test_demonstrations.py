@@ -130,7 +130,7 @@ def test_a_long_row_is_cut_and_one_with_nothing_left_is_refused(tokenizer):
         ({"messages": CHAT[:2]}, "no assistant's turn"),
         ({"messages": CHAT[2:3]}, "no assistant's turn after another message"),
         ({"messages": []}, "not a list of messages"),
-        ({"messages": "hello"}, "not a list of messages"),
+        ({"messages": "hello"}, "messages is a text that is not JSON"),
         ({"messages": [{"content": "hello"}]}, "message 1 has no role"),
         ({"messages": [CHAT[1], {"role": "assistant"}]}, "message 2 has no content"),
         ({"messages": [CHAT[1], {"role": "assistant", "content": 5}]}, "message 2 is not a text"),
@@ -202,8 +202,8 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own(tokenizer, tmp_pat
 
 
 def test_a_table_of_another_form_is_refused_with_its_columns(tokenizer, tmp_path):
-    data = write(tmp_path / "rows.jsonl", [{"question": "1 + 1", "answer": "2"}])
-    with pytest.raises(UserError, match=r"columns prompt and completion, .*question, answer"):
+    data = write(tmp_path / "rows.jsonl", [{"source": "1 + 1", "target": "2"}])
+    with pytest.raises(UserError, match=r"columns prompt and completion, .*are source, target. .*jq -c"):
         read(tokenizer, data)
 
 

@@ -119,6 +119,7 @@ def _table(table: "TableView", max_tokens: int, tokenizer: "PreTrainedTokenizerB
         "bad": table.bad,
         "duplicates": table.duplicates(tokenizer),
         "too_long": table.too_long(max_tokens),
+        "unused": table.unused,
     }
 
 
@@ -154,12 +155,14 @@ def _marked(part: dict[str, Any], marks: tuple[str, str]) -> str:
 def _table_lines(table: dict[str, Any], max_tokens: int) -> list[str]:
     tokens, learned = table["tokens"], table["learned_tokens"]
     lengths = f", {tokens['least']} to {tokens['most']} tokens, median {tokens['median']:g}" if tokens else ""
+    unused = [_listed("not used", table["unused"])] if table["unused"] else []
     return [
         f"{table['name']}: {table['usable']} usable of {quantity(table['rows'], 'row')}{lengths}"
         + (f", {learned} tokens learned" if learned else ""),
         _listed("unusable", table["bad"]),
         _listed("duplicates", [" = ".join(places[:_MAX_LISTED]) for places in table["duplicates"]]),
         _listed(f"more than {max_tokens} tokens", table["too_long"]),
+        *unused,
     ]
 
 

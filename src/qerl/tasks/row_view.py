@@ -57,6 +57,8 @@ class TableView:
     rows: list[RowView]
     bad: list[str]
     """"line 7: has no prompt" of each row that cannot be used."""
+    unused: list[str] = dataclasses.field(default_factory=list)
+    """Columns, and parts of chats, of rows for `qerl sft` that are not used: "source (12 rows)"."""
 
     def duplicates(self, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
         """Return the places of rows with the same text, of which the same is learned, each group once."""
@@ -80,7 +82,7 @@ def view_rows(
     set_template_variables(tokenizer, json.loads(task.chat_template_kwargs))
     allow_special_tokens(tokenizer, task.allow_special_tokens)
     set_template_date(tokenizer, task.chat_template_date)
-    made: Kind = _kind(rows, sft) if kind == "auto" else "sft" if kind == "sft" else "prompt"
+    made: Kind = _kind(rows, task, sft) if kind == "auto" else "sft" if kind == "sft" else "prompt"
     tables = [rows] if held_out is None else [rows, held_out]
     if made == "sft":
         views = [_demonstrations(table, Demonstrator(tokenizer, sft, stop_ids)) for table in tables]
@@ -108,10 +110,12 @@ def _words(text: str) -> str:
     return re.sub(r"(?<!\w) | (?!\w)", "", " ".join(text.split()))
 
 
-def _kind(rows: RowTable, sft: SftConfig) -> Kind:
+def _kind(rows: RowTable, task: TaskConfig, sft: SftConfig) -> Kind:
+    has_prompt = rows.prompt_column in rows.columns
     for index in range(min(rows.num_rows, 100)):
         if index not in rows.faults and (form := form_of(rows.get(index), sft.text_column)) is not None:
-            return "prompt" if form == "text" and rows.prompt_column in rows.columns else "sft"
+            is_graded = form[0] == "exchange" and task.answer_column in rows.columns
+            return "prompt" if is_graded or (has_prompt and form[0] in ("text", "exchange")) else "sft"
     return "prompt"
 
 
@@ -143,4 +147,5 @@ def _demonstrations(table: RowTable, demonstrator: Demonstrator) -> TableView:
         for each in demonstrations:
             tokens_T, prompt = tuple(each.tokens_T), each.prompt_text
             made.append(RowView(place=place, tokens_T=tokens_T, learned_T=each.learned_T, prompt=prompt))
-    return TableView(name=table.name, num_rows=table.num_rows, rows=made, bad=bad)
+    unused = [*demonstrator.unused_columns, *demonstrator.left_out]
+    return TableView(name=table.name, num_rows=table.num_rows, rows=made, bad=bad, unused=unused)

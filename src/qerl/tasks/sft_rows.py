@@ -33,6 +33,8 @@ class SftRows:
     evaluated: list[Demonstration]
     notices: list[str]
     """A line for each table of which rows are changed or left out."""
+    unused: list[str]
+    """A line for each table with columns that are not used."""
     sources: dict[str, str]
     """Fingerprints of hub data sets."""
     seed: int
@@ -57,8 +59,14 @@ class SftRows:
         tables = [table for table in open_rows(tables_of(config)) if table is not None]
         for table in tables:
             check_columns(table.name, table.columns, config.text_column)
-        read = [_demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config) for table in tables]
+        makers = [Demonstrator(tokenizer, config, stop_ids) for _ in tables]
+        read = [_demonstrations(table, maker, config) for table, maker in zip(tables, makers, strict=True)]
         made, notices = [each for each, _ in read], [notice for _, notice in read if notice is not None]
+        unused = [
+            _unused_line(table.name, maker.unused_columns)
+            for table, maker in zip(tables, makers, strict=True)
+            if maker.unused_columns
+        ]
         if len(tables) == 1:
             count = min(int(len(made[0]) * config.eval_fraction), max_evaluated)
             made = [made[0][: len(made[0]) - count], made[0][len(made[0]) - count :]]
@@ -71,7 +79,7 @@ class SftRows:
             raise UserError(f"no row is left to learn from: {'; '.join(notices) or f'{name} has none'}")
         sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
         block_tokens = config.max_length if config.packing else None
-        return cls(fresh, evaluated, notices=notices, sources=sources, seed=seed, block_tokens=block_tokens)
+        return cls(fresh, evaluated, notices, unused, sources, seed=seed, block_tokens=block_tokens)
 
     @classmethod
     def read_evaluated(
@@ -83,7 +91,7 @@ class SftRows:
         demonstrations, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
         if not demonstrations:
             raise UserError(f"{table.name}: no row is left to evaluate")
-        return cls([], demonstrations, notices=[] if notice is None else [notice], sources={}, seed=0)
+        return cls([], demonstrations, [] if notice is None else [notice], unused=[], sources={}, seed=0)
 
     @property
     def longest(self) -> int:
@@ -145,5 +153,14 @@ def _demonstrations(
         "learned turn by turn, because the chat template rewrites earlier turns": demonstrator.num_split,
         f"left out (first: {next(iter(reasons), '')})": len(reasons),
     }
-    text = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    parts = [f"{count:,} {what}" for what, count in counts.items() if count]
+    if demonstrator.left_out:
+        parts.append(f"the chat template does not render {', '.join(demonstrator.left_out)}")
+    text = "; ".join(parts)
     return made, f"{table.name}: of {quantity(table.num_rows, 'row')} {text}" if text else None
+
+
+def _unused_line(name: str, columns: list[str]) -> str:
+    """Return "chats.jsonl: not used: columns source (12 rows), id (12 rows)"."""
+    more = f" and {len(columns) - 12} more" if len(columns) > 12 else ""
+    return f"{name}: not used: column{'s' if len(columns) > 1 else ''} {', '.join(columns[:12])}{more}"

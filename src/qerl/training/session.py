@@ -163,7 +163,7 @@ class ReinforcementLearning(Training):
             return GroupRollouts(config, self.sampler, self._rewards, prompts)
         assert isinstance(self.decoder, Decoder)  # check_backend
         self._teacher = load_teacher(config, self.decoder, tokenizer, self._journal.notice)
-        for text in [] if rows is None else rows.notices:
+        for text in [] if rows is None else [*rows.notices, *rows.unused]:
             self._journal.notice(text)
         return DistilRollouts(
             config,

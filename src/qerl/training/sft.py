@@ -72,6 +72,7 @@ def fine_tune(
             layout = checkpoint_notices(locate(config.model.path).open(), config.model.format)
             notices = [*rows.notices, *layout]
             require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
+            notices += rows.unused
             files = config.sft.data, config.sft.eval_data
             opened.journal.start(config, file_sources(*files) if ranks.is_first else {})
             opened.journal.check_sources(rows.sources, ("data set ",))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -120,14 +119,10 @@ class SFTTrainer(RunTrainer):
         return args.max_steps * self._size
 
     def _formatted(self, rows: Rows) -> Rows:
-        """Yield the rows with the texts of formatting_func, if there is one; tools may be JSON."""
+        """Yield the rows, or the texts of formatting_func if there is one."""
         for row in rows:
-            if self._formatting_func is not None:
-                yield {self.args.dataset_text_field: self._formatting_func(dict(row))}
-            elif isinstance(row.get("tools"), str):
-                yield {**row, "tools": json.loads(row["tools"])}
-            else:
-                yield row
+            formatted = self._formatting_func
+            yield row if formatted is None else {self.args.dataset_text_field: formatted(dict(row))}
 
     def _write_eval_rows(self, rows: Rows, folder: Path | None = None) -> Path:
         return write_rows("eval_dataset", self._formatted(rows), folder or Path(self.config.out))
@@ -135,7 +130,7 @@ class SFTTrainer(RunTrainer):
     def _sft(self, base: SftConfig, first: dict[str, Any], data: str, eval_data: str | None) -> SftConfig:
         args = self.args
         check_columns("train_dataset", list(first), args.dataset_text_field, "dataset_text_field")
-        form = form_of(first, args.dataset_text_field)
+        form, _ = form_of(first, args.dataset_text_field) or ("", ())
         if form == "completion":
             learns_part = args.completion_only_loss is not False or args.assistant_only_loss
         else:
