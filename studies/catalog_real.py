@@ -6,6 +6,7 @@ gsm8k_untrained  both: what each format costs before training
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from qerl.config import (
     EngineConfig,
@@ -16,7 +17,7 @@ from qerl.config import (
     SampleConfig,
     TaskConfig,
 )
-from studies.common import claim
+from studies.common import AQN, TRAINING_CURVES, TRAINING_METRICS, claim
 from studies.real_models import measure_before_training, train_and_test
 from studies.study import Arm, Curve, Fields, Metric, Study, StudyTask, with_fields
 
@@ -39,11 +40,10 @@ BASE = RunConfig(
 )
 """64 problems x 8 samples a step, one update, LoRA of rank 32; 256 test problems every 10 steps."""
 PAPER_NOISE: Fields = {
-    "noise.schedule": "exponential",
+    **AQN,
     "noise.sigma_start": 1e-2,
     "noise.sigma_end": 5e-4,
     "noise.unit": "absolute",
-    "noise.num_stages": 10,
 }
 _PLAIN: Fields = {"noise.schedule": "none"}
 _RATES, _FULL_RATES = (2e-5, 5e-5, 1e-4), (1e-6, 3e-6, 1e-5)
@@ -55,11 +55,11 @@ _METRICS = (
     Metric(key="strict_sampled", title="Sampled, strict"),
     Metric(key="pass@8", title="pass@8", about="256 problems"),
     Metric(key="maj@8", title="maj@8", about="256 problems"),
-    Metric(key="reward_mean", title="Mean reward", about="over all steps: how early it grew"),
-    Metric(key="reward_last", title="Last reward", about="last tenth of the steps"),
-    Metric(key="reward_first", title="First reward", about="step 0, before any update"),
-    Metric(key="entropy_first", title="First entropy", about="step 0, nats a token"),
-    Metric(key="entropy_last", title="Last entropy", about="last step, nats a token"),
+    *(
+        metric
+        for metric in TRAINING_METRICS
+        if metric.key in ("reward_mean", "reward_first", "reward_last", "entropy_first", "entropy_last")
+    ),
     Metric(key="tokens_sampled", title="Length", about="tokens of a sampled answer, at most 512"),
     Metric(key="train_s", title="Seconds", about="of all steps, evaluations included"),
     Metric(key="peak_gb", title="Memory", about="largest of a step, 1e9 bytes"),
@@ -68,9 +68,8 @@ _UNTRAINED = tuple(
     metric for metric in _METRICS if not metric.key.startswith(("reward", "entropy", "train", "peak"))
 )
 _CURVES = (
-    Curve(x="step", y="reward", title="Reward", about="by step"),
+    *TRAINING_CURVES,
     Curve(x="step", y="eval_accuracy", title="Test accuracy", about="256 problems, temperature 1"),
-    Curve(x="step", y="entropy", title="Entropy", about="by step, nats a token"),
     Curve(x="elapsed_s", y="eval_accuracy", title="Test accuracy by time", about="seconds in steps"),
 )
 _REMARKS = (
@@ -82,9 +81,10 @@ _REMARKS = (
 )
 
 
-def _arm(name: str, about: str, rate_of: str | None = None, **fields: object) -> Arm:
-    dotted = {key.replace("__", "."): value for key, value in fields.items()}
-    return Arm(name=name, about=about, rate_of=rate_of, fields={**_PLAIN, **dotted})
+def _arm(name: str, about: str, format: str, rate_of: str | None = None, **fields: Any) -> Arm:
+    """fields: of ModelConfig."""
+    model = {f"model.{key}": value for key, value in {"format": format, **fields}.items()}
+    return Arm(name=name, about=about, rate_of=rate_of, fields={**_PLAIN, **model})
 
 
 def _noisy(arm: Arm, about: str) -> Arm:
@@ -96,9 +96,9 @@ def _noisy(arm: Arm, about: str) -> Arm:
     )
 
 
-_BF16 = _arm("bf16", "BF16 LoRA", model__format="bf16")
-_NVFP4 = _arm("nvfp4", "NVFP4, rounded", model__format="nvfp4")
-_GPTQ = _arm("nvfp4-gptq", "NVFP4, calibrated", "nvfp4", model__format="nvfp4", model__calibrate="gptq")
+_BF16 = _arm("bf16", "BF16 LoRA", "bf16")
+_NVFP4 = _arm("nvfp4", "NVFP4, rounded", "nvfp4")
+_GPTQ = _arm("nvfp4-gptq", "NVFP4, calibrated", "nvfp4", "nvfp4", calibrate="gptq")
 _MAIN = (_BF16, _NVFP4, _noisy(_NVFP4, "NVFP4 + AQN: QeRL"), _noisy(_BF16, "BF16 LoRA + AQN"))
 _FULL = Arm(
     name="full",
@@ -111,8 +111,8 @@ _FULL = Arm(
 def gsm8k() -> Study:
     arms = (
         *_MAIN,
-        _arm("nf4", "NF4: QLoRA", "nvfp4", model__format="nf4"),
-        _arm("mxfp4", "MXFP4, rounded", "nvfp4", model__format="mxfp4"),
+        _arm("nf4", "NF4: QLoRA", "nf4", "nvfp4"),
+        _arm("mxfp4", "MXFP4, rounded", "mxfp4", "nvfp4"),
         _GPTQ,
         _noisy(_GPTQ, "NVFP4, calibrated, + AQN"),
         _FULL,
@@ -172,8 +172,7 @@ def _study(name: str, size: str, model: str, arms: tuple[Arm, ...], claims: tupl
 
 def gsm8k_untrained() -> Study:
     sizes = {"0.5b": _SMALL, "1.5b": _LARGE}
-    plain = [_arm(name, f"{name.upper()}, rounded", model__format=name) for name in ("nf4", "mxfp4")]
-    arms = tuple(Arm(name=arm.name, about=arm.about, fields=arm.fields) for arm in (_BF16, _NVFP4, *plain))
+    arms = (_BF16, _NVFP4, *(_arm(name, f"{name.upper()}, rounded", name) for name in ("nf4", "mxfp4")))
     return Study(
         name="gsm8k_untrained",
         question="What does rounding to four bits cost on GSM8K before training?",

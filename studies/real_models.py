@@ -9,26 +9,34 @@ The config names the model and the data set as the hub does. With `--files FOLDE
 FOLDER/gsm8k/{train,test}.jsonl and from the folder or GGUF file in FOLDER that has the model's name.
 """
 
+import dataclasses
 import re
 import time
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from qerl.algo.estimate import majority_vote, pass_at_powers
+from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import UserError
+from qerl.eval.benchmark import majority_reward
 from qerl.tasks import RewardPool, VotePool
 from qerl.training.policy import load_task, load_trained_sampler
-from qerl.training.rollouts.evaluation import EVALUATION_STEP, greedy, sampled_tokens
+from qerl.training.rollouts.evaluation import (
+    EVALUATION_STEP,
+    greedy,
+    is_correct,
+    sample_and_score,
+    sampled_tokens,
+)
 from qerl.training.rollouts.rollout import sampling_of
-from qerl.types import GenerateRequest, Group, Prompt, RolloutEngine, Sampling
+from qerl.types import GenerateRequest, Group
 from studies.study import Job, with_fields
 from studies.training import train_job
 
 VOTED_PROBLEMS, VOTES = 256, 8
+_RIGHT = 1.0  # reward of a right answer
 _LOGGED = ("eval_accuracy", "eval_greedy", "mean_tokens", "cut_fraction", "rollout_s", "step_s", "memory_gb")
 _STRICT = re.compile(r"####[ \t]*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 
@@ -58,30 +66,24 @@ def test_figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float
     with RewardPool(config.task) as pool, VotePool() as votes:
         engine = load_trained_sampler(config, tokenizer, checkpoints, print)
         loaded = time.perf_counter()
-        answer = partial(_answers, engine, config.seed)
+        request = GenerateRequest(
+            prompts, num_samples=1, sampling=sampling, seed=config.seed, step=EVALUATION_STEP
+        )
         figures = {"load_s": loaded - begin}
         for name, how in (("greedy", greedy(sampling)), ("sampled", sampling)):
-            groups = answer(prompts, how, 1)
-            figures |= _accuracies(name, groups, pool.score(groups))
+            asked = dataclasses.replace(request, sampling=how)
+            groups, rewards_P_G = sample_and_score(engine, pool.score, asked)
+            figures |= _accuracies(name, groups, rewards_P_G)
             figures[f"tokens_{name}"] = fmean(n for group in groups for n in sampled_tokens(group))
-        groups = answer(prompts[:VOTED_PROBLEMS], sampling, VOTES)
-        figures |= _votes(groups, pool.score(groups), votes)
+        asked = dataclasses.replace(request.with_prompts(prompts[:VOTED_PROBLEMS]), num_samples=VOTES)
+        figures |= _votes(*sample_and_score(engine, pool.score, asked), votes)
     figures["test_s"] = time.perf_counter() - loaded
     return {name: float(f"{value:.6g}") for name, value in figures.items()}
 
 
-def _answers(
-    engine: RolloutEngine, seed: int, prompts: list[Prompt], sampling: Sampling, num_samples: int
-) -> list[Group]:
-    request = GenerateRequest(
-        prompts, num_samples=num_samples, sampling=sampling, seed=seed, step=EVALUATION_STEP
-    )
-    return engine.generate(request)
-
-
 def _accuracies(name: str, groups: list[Group], rewards_P_G: list[list[float | None]]) -> dict[str, float]:
     return {
-        name: fmean(rewards_G[0] == 1 for rewards_G in rewards_P_G),
+        name: fmean(is_correct(rewards_G[0], _RIGHT) for rewards_G in rewards_P_G),
         f"strict_{name}": fmean(
             strict(group.samples_G[0].text, group.prompt.columns["answer"]) for group in groups
         ),
@@ -90,12 +92,12 @@ def _accuracies(name: str, groups: list[Group], rewards_P_G: list[list[float | N
 
 def _votes(groups: list[Group], rewards_P_G: list[list[float | None]], pool: VotePool) -> dict[str, float]:
     counted = pool.count("numeric", [[sample.text for sample in group.samples_G] for group in groups])
-    chosen = [
-        rewards_G[votes_G.index(vote)] == 1 if (vote := majority_vote(votes_G)) is not None else False
-        for votes_G, rewards_G in zip(counted, rewards_P_G, strict=True)
-    ]
-    correct = [[reward == 1 for reward in rewards_G] for rewards_G in rewards_P_G]
-    return {f"pass@{VOTES}": pass_at_powers(correct)[VOTES], f"maj@{VOTES}": fmean(chosen)}
+    chosen = map(majority_reward, counted, rewards_P_G)
+    correct = [[is_correct(reward, _RIGHT) for reward in rewards_G] for rewards_G in rewards_P_G]
+    return {
+        f"pass@{VOTES}": pass_at_powers(correct)[VOTES],
+        f"maj@{VOTES}": fmean(is_correct(reward, _RIGHT) for reward in chosen),
+    }
 
 
 def strict(text: str, answer: str) -> bool:

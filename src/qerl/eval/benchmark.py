@@ -104,7 +104,7 @@ def _evaluate(benchmark: Benchmark, engine: RolloutEngine, request: GenerateRequ
     best = _graded(benchmark, engine, dataclasses.replace(request, num_samples=1, sampling=greedy))
     return [
         {"index": prompt.index, "answer": prompt.columns.get(benchmark.answer_column), **samples}
-        | {"majority": _majority(samples)}
+        | {"majority": majority_reward(samples["votes"], samples["rewards"])}
         | {"greedy": {field: one[fields][0] for field, fields in _GREEDY_FIELDS.items()}}
         for prompt, samples, one in zip(request.prompts_P, sampled, best, strict=True)
     ]
@@ -129,10 +129,10 @@ def _graded(
     ]
 
 
-def _majority(samples: dict[str, list[Any]]) -> float | None:
+def majority_reward(votes_G: list[str | None], rewards_G: list[float | None]) -> float | None:
     """Return the reward of the most frequent answer; None if no sample has an answer."""
-    winner = majority_vote(samples["votes"])
-    return None if winner is None else samples["rewards"][samples["votes"].index(winner)]
+    winner = majority_vote(votes_G)
+    return None if winner is None else rewards_G[votes_G.index(winner)]
 
 
 def summarize_problems(problems: list[dict[str, Any]], success_threshold: float | None) -> dict[str, Any]:
