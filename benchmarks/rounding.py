@@ -24,12 +24,10 @@ import torch
 from qerl.config import ModelConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.config.check import check_positive
 from qerl.errors import require
+from qerl.export.write import load_fp32_base
 from qerl.learner.distributed import Ranks
-from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.source import locate
-from qerl.models.decoder import Decoder
 from qerl.models.device import resolve_device
-from qerl.models.loader import build_decoder
 from qerl.models.quantize.quantization_check import prompt_probes
 from qerl.models.quantize.quantization_error import Probe, quantization_error
 from qerl.training.calibrated import with_calibrated_base
@@ -95,21 +93,9 @@ def _measure(config: RunConfig, probes: list[Probe]) -> dict[str, float]:
     original, begin = locate(config.model.path).open(), time.perf_counter()
     Path(config.out).mkdir(exist_ok=True)
     config = with_calibrated_base(config, Ranks(0, 1), lambda text: print(text, file=sys.stderr))
-    decoder = _load(config.model)
+    decoder = load_fp32_base(config, torch.device(config.model.device))  # nothing but the weights is rounded
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)
     seconds = time.perf_counter() - begin
     error = quantization_error(decoder, original, probes)
     return dataclasses.asdict(error) | {"seconds": round(seconds, 1)}
-
-
-def _load(model: ModelConfig) -> Decoder:
-    """Return the decoder in fp32, so that nothing but the weights is rounded."""
-    return build_decoder(
-        locate(model.path).open(),
-        format=model.format,
-        compute=torch.float32,
-        device=torch.device(model.device),
-        resident=False,
-        scales=SCALES[model.scales],
-    )

@@ -6,7 +6,9 @@ adapter was trained on others.
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from qerl.config import ModelConfig
 from qerl.errors import UserError
@@ -37,9 +39,14 @@ def adapter_card(name: str, model: ModelConfig, run: Path | None, rank: int) -> 
     facts = {"library_name": "peft", "tags": ["qerl"]}
     if not Path(base).exists():
         facts = {"base_model": base} | facts
+    opening = f"A LoRA adapter for {base}, trained by qerl.\n"
+    return card_text(name, facts, opening + base_section(model, run, rank))
+
+
+def card_text(name: str, facts: Mapping[str, Any], text: str) -> str:
+    """Return a README.md whose YAML head has these facts."""
     head = "\n".join(f"{key}: {json.dumps(value)}" for key, value in facts.items())
-    opening = f"# {name}\n\nA LoRA adapter for {base}, trained by qerl.\n"
-    return f"---\n{head}\n---\n\n{opening}{base_section(model, run, rank)}"
+    return f"---\n{head}\n---\n\n# {name}\n\n{text}"
 
 
 def base_section(model: ModelConfig, run: Path | None, rank: int) -> str:

@@ -18,7 +18,7 @@ from qerl.errors import RunError, UserError
 from qerl.models.checkpoint.model_folder import INDEX_NAME, read_json
 from qerl.models.checkpoint.source import ModelSource
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
-from qerl.tracking.atomic_file import sync_path
+from qerl.tracking.atomic_file import short_name, sync_path
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 _TOKENIZER_FILES += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
@@ -62,8 +62,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 def _make_unfinished(place: Path) -> tuple[Path, int]:
     """Return a new temporary folder beside this one, and a descriptor that locks it; the kernel releases the
     lock with the process. Folders with its prefix whose lock is free are removed."""
-    short = os.fsencode(place.name)[:200].decode(errors="ignore")  # a name may have 255 bytes
-    prefix = f".{short}.unfinished-"
+    prefix = f".{short_name(place)}.unfinished-"
     parent = os.open(place.parent, os.O_RDONLY)
     try:
         _lock(parent, fcntl.LOCK_EX)  # nobody removes the new folder before it is locked

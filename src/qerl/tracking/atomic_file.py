@@ -34,8 +34,8 @@ def encode(value: Any, *, indent: int | None = None) -> bytes:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace the file; after a crash it has the old content or the new, never a part of it."""
-    short = os.fsencode(path.name)[:200].decode(errors="ignore")  # a name may have 255 bytes
-    part = path.with_name(f"{short}.{os.getpid()}.part")  # another process may be writing the same file
+    # another process may be writing the same file
+    part = path.with_name(f"{short_name(path)}.{os.getpid()}.part")
     try:
         write_synced(part, content)
         os.replace(part, path)
@@ -44,6 +44,11 @@ def write_atomic(path: Path, content: bytes) -> None:
         with suppress(OSError):  # a disk that is read-only keeps it
             part.unlink(missing_ok=True)
         raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def short_name(path: Path) -> str:
+    """Return the beginning of the name, which leaves room for an ending: a name may have 255 bytes."""
+    return os.fsencode(path.name)[:200].decode(errors="ignore")
 
 
 def write_synced(path: Path, *parts: bytes | memoryview) -> None:

@@ -281,7 +281,7 @@ class ReinforcementLearning(Training):
         return evaluation.summarize(rewards_P_G, list(map(evaluation.sampled_tokens, groups)), threshold)
 
     def _report_failures(self) -> None:
-        failures = [*format_failures(self._rewards.take_failures())]
+        failures = list(format_failures(self._rewards.take_failures()))
         self._example = next(iter(failures), self._example)
         for text in [*self._task.take_faults(), *failures]:
             self._journal.notice(text)

@@ -1,10 +1,11 @@
 """Push a saved adapter to the Hugging Face hub, with a model card."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+
+from qerl.export.adapter_card import card_text
 
 
 def push_folder(
@@ -34,7 +35,5 @@ def model_card(
     """Return a README.md; base_model is named if it is no local folder. base: the section about it."""
     named = {} if Path(base_model).expanduser().exists() else {"base_model": base_model}
     facts = {"library_name": "peft", **named, **({"datasets": [dataset]} if dataset else {}), "tags": tags}
-    head = "\n".join(f"{key}: {json.dumps(value)}" for key, value in facts.items())
-    return (
-        f"---\n{head}\n---\n\n# {name}\n\nA LoRA adapter for {base_model}, trained with {method} by qerl.\n"
-    ) + base
+    opening = f"A LoRA adapter for {base_model}, trained with {method} by qerl.\n"
+    return card_text(name, facts, opening + base)

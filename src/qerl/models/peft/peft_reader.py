@@ -4,7 +4,6 @@ Which linears have an adapter is read from its tensors, so that every form of ta
 and layers_to_transform is taken as it was trained.
 """
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.peft.peft_experts import experts_of_settings
 from qerl.models.peft.peft_fields import NO_EFFECT, check_fields
 from qerl.models.peft.peft_names import PEFT_PREFIX
-from qerl.models.peft.peft_selection import Module, named_module, pattern_value, select
+from qerl.models.peft.peft_selection import Module, alpha_factor, named_module, pattern_value, select
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _DESCRIBES = NO_EFFECT | {"inference_mode", "revision", "eva_config"}
@@ -65,7 +64,7 @@ def adapter_config(path: str) -> AdapterConfig:
         targets, is_everywhere = _targets(settings, modules)
         rank, alpha = _rank_and_alpha(settings, modules)
         experts = experts_of_settings(settings)
-        of_experts = settings["lora_alpha"] * _factor(settings, settings["r"])
+        of_experts = settings["lora_alpha"] * alpha_factor(settings, settings["r"])
         if experts and alpha != of_experts:
             raise UserError(f"alpha_pattern gives linears {alpha:g}, target_parameters have {of_experts:g}")
     layers = {m.layer for m in modules if m.layer is not None}
@@ -157,11 +156,6 @@ def _targets(settings: dict[str, Any], modules: list[Module]) -> tuple[set[str],
     return parts | listed, not (layers or excluded)
 
 
-def _factor(settings: dict[str, Any], rank: int) -> float:
-    """Return alpha of an AdapterConfig over lora_alpha."""
-    return math.sqrt(rank) if settings.get("use_rslora") else 1.0
-
-
 def _parts(module: Module) -> tuple[str, ...]:
     return _FUSED.get(module.part, (module.part,))
 
@@ -184,7 +178,7 @@ def _rank_and_alpha(settings: dict[str, Any], modules: list[Module]) -> tuple[in
     candidates = [numbers(alone)] if alone is not None else [usual, numbers(modules[0])]
     for rank, alpha in candidates:
         if all(is_multiple(m, rank, alpha) for m in modules):
-            return rank, float(alpha) * _factor(settings, rank)
+            return rank, float(alpha) * alpha_factor(settings, rank)
     odd = next(m for m in modules if not is_multiple(m, *candidates[0]))
     got = " and ".join(map(repr, numbers(odd)))
     raise UserError(

@@ -128,8 +128,12 @@ def rank_and_alpha(settings: Mapping[str, Any], selected: list[Module]) -> tuple
         for key in patterns
         if not any(pattern_value({key: True}, name, False) for name in (*names, *targets))
     ]
-    factor = math.sqrt(rank) if settings.get("use_rslora") else 1.0
-    return {"rank": rank, "alpha": alpha * factor}, unused
+    return {"rank": rank, "alpha": alpha * alpha_factor(settings, rank)}, unused
+
+
+def alpha_factor(settings: Mapping[str, Any], rank: int) -> float:
+    """Return alpha of an AdapterConfig over lora_alpha: rsLoRA divides by the root of the rank."""
+    return math.sqrt(rank) if settings.get("use_rslora") else 1.0
 
 
 def pattern_value(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
