@@ -16,6 +16,7 @@ from conftest import rms_error
 from learner.plain import causal
 from learner.saver import save as save_checkpoint
 from models.checkpoints import save_tiny
+from peft_adapters import write_learned
 from qerl.cli import main
 from qerl.config import AdapterConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.config.options import ExportOptions
@@ -305,15 +306,7 @@ def test_the_command_exports_a_run_and_names_what_is_none(monkeypatch, capsys, t
 def peft_adapter(folder, path, **changes):
     """One that PEFT itself made and wrote, with something learned."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": list(ADAPTER.target_modules)} | changes
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-    rng = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "lora_" in name:
-                value.copy_(torch.randn(value.shape, generator=rng) * 0.1)
-    model.save_pretrained(folder)
-    return model
+    return write_learned(path, folder, seed=2, scale=0.1, **settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,10 +7,10 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora import config as lora_configs
-from transformers import AutoModelForCausalLM
 
 from models.family_rows import load, oracle, save
 from models.tiny import logits_of
+from peft_adapters import write_learned
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.models.peft.adapter import add_adapter, load_adapter
@@ -30,15 +30,8 @@ def base(tmp_path_factory):
 
 def trained(base, folder, **fields):
     """Write an adapter with something learned; return the logits of PEFT's model."""
-    settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | fields
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = peft.get_peft_model(model, peft.LoraConfig(**settings)).eval()
-    rng = torch.Generator().manual_seed(3)
+    model = write_learned(base, folder, seed=3, scale=0.2, **{"r": 4, "lora_alpha": 8} | fields)
     with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "lora_" in name:
-                value.copy_(torch.randn(value.shape, generator=rng) * 0.2)
-        model.save_pretrained(folder)
         return model(TOKENS_T[None]).logits[0]
 
 
