@@ -10,7 +10,7 @@ from qerl.errors import UserError
 from qerl.models.architecture import Rope
 from qerl.models.families.reader import ConfigReader, positive, short_text
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def rope_section(config: ConfigReader, layer_type: str | None = None) -> ConfigReader:
@@ -45,10 +45,10 @@ def read_rope(
     """Return the settings. theta: the family's default; rotary_size: of longrope."""
     settings = rope_section(config) if settings is None else settings
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind == "dynamic" and _factor(settings, kind):
-        kind = "default"  # of which it differs beyond max_position_embeddings, which caps the positions
     if kind not in kinds:
         raise UserError(f"rope type {short_text(kind)} is not supported; supported: {', '.join(kinds)}")
+    if kind == "dynamic" and _factor(settings, kind):
+        kind = "default"  # of which it differs beyond max_position_embeddings, which caps the positions
     _check_order(settings, kind)
     positions = original = config.count("max_position_embeddings")
     for place in (settings, config):
