@@ -40,6 +40,6 @@ def test_an_older_run_goes_on_with_plain_scales_and_no_others(tmp_path):
         check_same_run(tmp_path / "run.json", old, recorded(scales="mse"))
 
 
-@pytest.mark.parametrize("damaged", [{}, {"model": None}, {"model": 3}])
+@pytest.mark.parametrize("damaged", [None, 3, [], "text", {}, {"model": None}, {"model": 3}])
 def test_a_damaged_record_is_left_to_those_who_name_the_damage(damaged):
     assert former_values(damaged) == damaged

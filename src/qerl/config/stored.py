@@ -33,9 +33,9 @@ def with_start_day(config: RunConfig, run: Path) -> RunConfig:
     return dataclasses.replace(config, task=dataclasses.replace(config.task, chat_template_date=day))
 
 
-def former_values(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded config with what it did before there was a field for it."""
-    model = config.get("model")
+def former_values(config: Any) -> Any:
+    """Return a recorded config with what it did before there was a field for it; what is no config stays."""
+    model = config.get("model") if isinstance(config, dict) else None
     return config | {"model": {"scales": "plain"} | model} if isinstance(model, dict) else config
 
 
