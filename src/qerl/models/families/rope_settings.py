@@ -10,7 +10,7 @@ from qerl.errors import UserError
 from qerl.models.architecture import Rope
 from qerl.models.families.reader import ConfigReader, positive, short_text
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
 def rope_section(config: ConfigReader, layer_type: str | None = None) -> ConfigReader:
