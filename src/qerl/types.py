@@ -28,8 +28,8 @@ class Prompt:
     text: str
     """The rendered prompt: chat template applied, special tokens written out."""
     tokens_T: list[int]
-    messages: list[dict[str, str]] | None
-    """The conversation before rendering; None if the data set holds plain text."""
+    messages: list[dict[str, Any]] | None
+    """The conversation before rendering; None if the data set holds plain text. Contents are texts."""
     columns: dict[str, Any]
     """The row's other columns, passed to reward functions by name."""
 

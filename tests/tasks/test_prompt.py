@@ -149,14 +149,14 @@ def test_a_missing_prompt_column_is_refused_with_the_columns_there_are(tmp_path)
 
 
 TALK = [
-    {"role": "system", "content": "Be brief.", "name": "s"},
+    {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "{not a field}"},
 ]
 
 
 def test_a_list_of_messages_is_the_conversation_and_no_template_is_applied(tmp_path):
     prompt = rendered(tmp_path, {"prompt": TALK, "answer": "3"}, template="{no} {such} {column}")
-    assert prompt.messages == [{"role": m["role"], "content": m["content"]} for m in TALK]
+    assert prompt.messages == TALK
     assert prompt.text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{not a field}<|im_end|>\n"
         "<|im_start|>assistant\n"

@@ -24,20 +24,27 @@ from transformers import PreTrainedTokenizerBase
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.chat_tokens import encoded, quoted, unquoted
+from qerl.tasks.messages import (
+    LIST,
+    MISSING,
+    NUMBER,
+    TEXT,
+    VARIABLES,
+    BadRow,
+    check_plain,
+    check_rendered,
+    kind_of,
+    read_messages,
+    read_variables,
+)
 from qerl.tasks.row_values import is_json, is_unicode, value_fault
 from qerl.tasks.rows import RowTable
 from qerl.tasks.template_process import render_template
 from qerl.types import Prompt
 
 _MARK = "QERL"  # placeholder for the messages of user and assistant
-_TEXT, _NUMBER, _MESSAGES, _MISSING = "a text", "a number", "a list", "missing"
-_USABLE = _TEXT, _NUMBER, _MESSAGES
-_KINDS = {str: _TEXT, list: _MESSAGES, int: _NUMBER, float: _NUMBER, type(None): _MISSING}
-_KINDS |= {bool: "true or false", dict: "an object"}
-
-
-class BadRow(Exception):
-    """A row that no prompt can be made of: `BadRow("'prompt' is missing")`."""
+_USABLE = TEXT, NUMBER, LIST
+_PLAIN_KEYS = {"role", "content"}
 
 
 class Renderer:
@@ -49,14 +56,17 @@ class Renderer:
         """The rows found to be bad so far, and why."""
         self._num_taken = 0
         self._template, self._system = config.template, config.system_prompt
-        kinds = Counter(map(_kind, rows.values(rows.prompt_column) if rows.prompt_column else []))
-        self._kind = next((kind for kind, _ in kinds.most_common() if kind in _USABLE), _TEXT)
-        self.has_messages = self._kind == _MESSAGES
+        kinds = Counter(map(kind_of, rows.values(rows.prompt_column) if rows.prompt_column else []))
+        self._kind = next((kind for kind, _ in kinds.most_common() if kind in _USABLE), TEXT)
+        self.has_messages = self._kind == LIST
         is_chat = config.chat == "all" or self.has_messages
         self._has_template = is_chat and bool(tokenizer.chat_template)
-        self.columns = [str(rows.prompt_column)] if self.has_messages else self._template_columns(config)
+        self._required = [str(rows.prompt_column)] if self.has_messages else self._template_columns(config)
+        further = [name for name in VARIABLES if name in rows.columns] if self.has_messages else []
+        self.columns = [*self._required, *further]
         """The columns that a prompt is made of."""
-        self._accepted_roles: set[tuple[str, ...]] = set()
+        self._shared_variables = json.loads(config.chat_template_kwargs).keys()
+        self._accepted: set[tuple[Any, ...]] = set()
 
     def _template_columns(self, config: TaskConfig) -> list[str]:
         """Return the columns that the template uses."""
@@ -106,12 +116,13 @@ class Renderer:
         depends mostly on the messages' roles."""
         if row_index not in self.faults:
             try:
-                messages = self._messages(row)
-                roles = tuple(message["role"] for message in messages)
+                messages, variables = self._messages(row), self._variables(row)
+                form = (*(message["role"] for message in messages), *variables)
                 is_empty = not any(message["content"] for message in messages)
-                if is_empty or roles not in self._accepted_roles:
-                    self._tokens(messages)
-                    self._accepted_roles.add(roles)
+                has_calls = bool(variables) or any(message.keys() > _PLAIN_KEYS for message in messages)
+                if is_empty or has_calls or form not in self._accepted:
+                    self._tokens(messages, variables)
+                    self._accepted.add(form)
             except BadRow as fault:
                 self.faults[row_index] = str(fault)
 
@@ -126,7 +137,7 @@ class Renderer:
             raise BadRow(self.faults[row_index])
         row = self.rows.get(row_index)
         messages = self._messages(row)
-        text, tokens_T = self._tokens(messages)
+        text, tokens_T = self._tokens(messages, self._variables(row))
         others = {name: value for name, value in row.items() if name != self.rows.prompt_column}
         return Prompt(
             index=index,
@@ -136,25 +147,36 @@ class Renderer:
             columns={name: value for name, value in others.items() if is_json(value)},
         )
 
-    def _messages(self, row: dict[str, Any]) -> list[dict[str, str]]:
+    def _variables(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the chat template's variables of the row itself, such as tools."""
+        variables = read_variables(row) if self.has_messages else {}
+        for name in self._shared_variables & variables.keys():
+            raise BadRow(
+                f"its chat_template_kwargs has {name}, which task.chat_template_kwargs has for all rows"
+            )
+        return variables
+
+    def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the conversation that the row begins with."""
         if (fault := value_fault(row)) is not None:
             raise BadRow(fault)
-        for column in self.columns:
-            if _kind(row.get(column)) == _MISSING:
+        for column in self._required:
+            if kind_of(row.get(column)) == MISSING:
                 raise BadRow(f"has no {column}")
         content = row[self.rows.prompt_column] if self.rows.prompt_column in self.columns else None
         if self.has_messages:
-            return self._with_system(_check_messages(content, str(self.rows.prompt_column)))
-        if content is not None and _kind(content) != self._kind:
-            raise BadRow(f"{self.rows.prompt_column} is {_kind(content)}, not {self._kind}")
+            return self._with_system(read_messages(content, str(self.rows.prompt_column)))
+        if content is not None and kind_of(content) != self._kind:
+            raise BadRow(f"{self.rows.prompt_column} is {kind_of(content)}, not {self._kind}")
         return self._with_system([{"role": "user", "content": self._fill_template(row, content)}])
 
-    def _tokens(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
+    def _tokens(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> tuple[str, list[int]]:
         try:
             if self._has_template:
-                text, tokens_T = render_chat(self._tokenizer, messages)
+                text, tokens_T = render_chat(self._tokenizer, messages, variables)
+                check_rendered(text, messages, variables)
             else:
+                check_plain(messages, variables)
                 num_plain = 0 if self.has_messages else len(messages)
                 text, tokens_T = join_messages(self._tokenizer, messages, num_plain)
         except UserError as error:
@@ -173,7 +195,7 @@ class Renderer:
             raise BadRow("its prompt is not valid Unicode")
         return text
 
-    def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Replace the data set's system message by the config's."""
         if self._system is None:
             return messages
@@ -286,27 +308,3 @@ def join_messages(
     contents = [message["content"] for message in messages]
     marked = "\n\n".join([*contents[:num_plain], *quoted(tokenizer, contents[num_plain:])])
     return unquoted(marked), encoded(tokenizer, marked, with_special_tokens=True)
-
-
-def _check_messages(messages: Any, column: str) -> list[dict[str, str]]:
-    """Return the role and content of each message and drop other keys."""
-    if not isinstance(messages, list):
-        raise BadRow(f"{column} is {_kind(messages)}, not a list of messages")
-    if not messages:
-        raise BadRow(f"{column} has no message")
-    for number, message in enumerate(messages, start=1):
-        where = f"message {number} of {column}"
-        if not isinstance(message, dict):
-            raise BadRow(f"{where} is {_kind(message)}, not an object with role and content")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                kind = _kind(message[key]) if message.get(key) is not None else "missing"
-                raise BadRow(f"{where}: {key} is {kind}, not {_TEXT}")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def _kind(value: Any) -> str:
-    """Return the word for a value's type, which also decides what a column holds."""
-    if isinstance(value, float) and value != value:
-        return _MISSING
-    return _KINDS.get(type(value), "a value of another type")
