@@ -56,7 +56,7 @@ def test_only_rows_that_may_be_long_are_rendered(tmp_path, monkeypatch):
         "usable_prompt",
         lambda self, i, *, index: rendered.append(i) or original(self, i, index=index),
     )
-    notices(tmp_path, [row(i, prompt="z" * (200 if i == 7 else 5)) for i in range(50)])
+    notices(tmp_path, [row(i, prompt="z" * 200 if i == 7 else f"{i:05}") for i in range(50)])
     assert set(rendered) == {49, 0, 7}  # held out, the first, the long one
 
 

@@ -76,7 +76,7 @@ def test_without_a_split_the_last_rows_are_held_out(files, tmp_path, capsys):
 def test_as_many_rows_are_held_out_as_in_training(files, tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", [{"prompt": f"{i % 20} + 1 ="} for i in range(40)])
     report = found(capsys, data, "--model", str(files))
-    assert report["held_out"]["usable"] == plain().task.num_held_out == 32
+    assert report["held_out"]["usable"] == plain().task.num_held_out_of(40) == 32
     assert len(report["leaks"]) == 8
 
 

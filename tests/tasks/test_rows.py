@@ -6,7 +6,7 @@ import pytest
 from material import jsonl
 
 from qerl.config import TaskConfig
-from qerl.config.recipes.paper import GSM8K_REQUEST
+from qerl.config.recipes.paper import GSM8K_TEMPLATE
 from qerl.errors import UserError
 from qerl.tasks.rows import file_sources, open_rows
 
@@ -81,7 +81,7 @@ def test_the_size_of_a_gym_task_is_set_by_num_rows_alone():
     assert "task.num_rows" in refused(gym="chain_sum", gym_options=(("size", 7),))
 
 
-def test_gsm8k_asks_for_tags_and_keeps_the_number_alone_as_answer(monkeypatch):
+def test_gsm8k_keeps_the_number_alone_as_answer_and_its_template_asks_for_tags(monkeypatch):
     calls = []
 
     def load_dataset(*args, **kwargs):
@@ -95,11 +95,10 @@ def test_gsm8k_asks_for_tags_and_keeps_the_number_alone_as_answer(monkeypatch):
     assert calls == splits
     row = rows.get(0)
     assert row["answer"] == "1234"
-    assert row["question"] == f"How many?\n\n{GSM8K_REQUEST}"
-    assert (row["problem"], row["solution"][-5:]) == ("How many?", "1,234")
+    assert (row["question"], row["solution"][-5:]) == ("How many?", "1,234")
     assert apart is not None and apart.get(0)["answer"] == "1234"
     for tag in ("<think>", "</think>", "<answer>", "</answer>"):
-        assert tag in GSM8K_REQUEST
+        assert tag in GSM8K_TEMPLATE
 
 
 def test_a_folder_of_data_files_is_a_data_set_with_splits(tmp_path, monkeypatch):

@@ -166,3 +166,31 @@ def test_a_held_out_split_is_evaluated_on_under_indices_of_its_own(tmp_path, mon
 def test_the_name_says_what_is_learned(tmp_path):
     assert built(GYM).name == "reasoning-gym basic_arithmetic"
     assert from_file(tmp_path).name == str(tmp_path / "x.jsonl")
+
+
+def file_of(folder, num_rows, name="x.jsonl"):
+    rows = [{"prompt": f"{name} {i}", "answer": i} for i in range(num_rows)]
+    return jsonl(folder / name, rows)
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(40, 32), (640, 32), (2000, 100), (6000, 256)])
+def test_a_share_of_the_own_training_rows_is_held_out(tmp_path, num_rows, expected):
+    task = built(TaskConfig(name=file_of(tmp_path, num_rows)))
+    assert len(task.held_out(None)) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 300), (32, 32), (0, 0), (1000, 300)])
+def test_a_file_of_held_out_rows_is_held_out_whole_unless_a_number_says_less(tmp_path, given, expected):
+    names = {"name": file_of(tmp_path, 8), "held_out_split": file_of(tmp_path, 300, "held-out.jsonl")}
+    task = built(TaskConfig(**names, num_held_out=given))
+    assert len(task.held_out(None)) == expected
+
+
+def test_rows_that_differ_in_another_column_alone_are_apart_where_all_prompts_are_the_same(tmp_path):
+    rows = [{"prompt": "Play.", "k": i % 6} for i in range(12)]
+    same = built(TaskConfig(name=jsonl(tmp_path / "x.jsonl", rows), num_held_out=2))
+    assert sorted(indices(same.train_prompts(0, 8))) == [0, 1, 2, 3, 6, 7, 8, 9]  # not 4 and 5: k as held out
+    rows[0]["prompt"] = "Go."
+    other = built(TaskConfig(name=jsonl(tmp_path / "y.jsonl", rows), num_held_out=2))
+    with pytest.raises(UserError, match="has only 1 training rows"):
+        other.train_prompts(0, 8)

@@ -388,7 +388,7 @@ def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     given += ["--evaluate.success-threshold", "None", "--noise.num-stages", "2"]
     stdout = finish(files, tmp_path / "run", *given)
     figures = json.loads((tmp_path / "run" / "evaluations.json").read_text())
-    names = {"reward", "greedy_reward", "reward_error", "greedy_reward_error"}
+    names = {"reward", "greedy_reward", "reward_error", "greedy_reward_error", "num_prompts"}
     assert {moment: set(values) for moment, values in figures.items()} == {"before": names, "after": names}
     assert -5 <= figures["before"]["reward"] < 0
     result = json.loads(stdout.splitlines()[-1])
@@ -425,3 +425,11 @@ def test_a_wrong_answer_column_is_told_before_the_model_is_loaded(files, tmp_pat
     _, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=60)
     assert process.returncode == 2
     assert stderr == "qerl: task.answer_column: no column 'solution' (there are: answer)\n"
+
+
+def test_an_evaluation_of_fewer_problems_than_asked_is_said_before_it_begins(files, tmp_path):
+    stdout = finish(files, tmp_path / "run", "--num-steps", "2", "--evaluate.num-prompts", "1319")
+    said = stdout.index("evaluate.num_prompts is 1,319, but there are only 8 rows to evaluate on")
+    assert said < stdout.index("answering held-out problems")
+    figures = json.loads((tmp_path / "run" / "evaluations.json").read_text())
+    assert figures["after"]["num_prompts"] == 8

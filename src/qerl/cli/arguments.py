@@ -14,6 +14,7 @@ from typing import Annotated, Any, TextIO, TypeVar, get_args, get_origin, get_ty
 
 import tyro
 
+from qerl.config.task import ROW_FILES
 from qerl.errors import UserError, did_you_mean, redact, require
 
 Options = TypeVar("Options")
@@ -129,7 +130,7 @@ def check_known(name: str, known: Iterable[str], kind: str) -> str:
 
 def check_recipe(name: str, known: Iterable[str], command: str) -> str:
     """Return the name; raise UserError if it is no recipe. For a file of rows the error names --task."""
-    if name not in known and name.endswith((".jsonl", ".json", ".parquet", ".csv")):
+    if name not in known and name.endswith(ROW_FILES):
         raise UserError(f"{name} is a file, not a recipe; to use its rows: qerl {command} --task {name}")
     return check_known(name, known, "recipe")
 

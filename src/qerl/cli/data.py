@@ -103,7 +103,7 @@ def _report(
         "train": _table(train, options.max_tokens, tokenizer),
         "held_out": None if held_out is None else _table(held_out, options.max_tokens, tokenizer),
         "leaks": [] if held_out is None else leaks(train, held_out),
-        "too_few": kind == "prompt" and held_out is None and options.task.num_held_out > 0,
+        "too_few": kind == "prompt" and held_out is None and options.task.num_held_out_of(train.num_rows) > 0,
         "shown": [_shown(row, tokenizer) for row in train.rows[: options.num]],
     }
 
@@ -142,7 +142,7 @@ def _lines(options: DataOptions, report: dict[str, Any], is_terminal: bool) -> l
         pairs = [f"{train} = {held_out}" for train, held_out in report["leaks"]]
         lines.append(_listed("training rows with the prompt of a held-out row", pairs))
     if report["too_few"]:
-        num = options.task.num_held_out
+        num = options.task.num_held_out_of(report["train"]["rows"])
         lines.append(f"  qerl train refuses so few rows: task.num_held_out {num} leaves none to train on")
     return lines
 

@@ -60,8 +60,15 @@ def run(arguments: list[str]) -> None:
 
         check_started(Path(source), config.task.rewards)
     sets = " ".join(names[1:]) or options.task.name
-    file_tasks = own_tasks(files, options)
     announce(f"eval {source}: {sets}", sys.stderr)
+    file_tasks = own_tasks(files, options)
+    if config is None:
+        from qerl.tasks.known_rows import with_known_defaults  # imports torch, which takes seconds
+
+        has_rewards = "--task.rewards" in task_options
+        file_tasks = {
+            name: with_known_defaults(task, keeps_rewards=has_rewards) for name, task in file_tasks.items()
+        }
     from rich.console import Console
 
     from qerl.eval.run import run_benchmarks

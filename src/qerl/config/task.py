@@ -10,6 +10,7 @@ from qerl.config.judge import JudgeConfig, RewardModelConfig
 from qerl.errors import require
 
 VERIFIERS, OPENENV = "verifiers:", "openenv:"
+ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def is_environment_name(name: str) -> bool:
@@ -118,8 +119,9 @@ class TaskConfig:
     num_rows: int = 100_000
     """Number of problems that a procedural task generates, held-out ones included."""
 
-    num_held_out: int = 256
-    """Number of rows held out for evaluation."""
+    num_held_out: int | None = None
+    """Number of rows held out for evaluation. None: all rows of held_out_split; of one's own training rows
+    5 %, at least 32 and at most 256."""
 
     rewards: tuple[str, ...] = ("numeric",)
     """Built-in rewards (exact, numeric, math, tags, gym, code, judge, reward_model, higher_lower),
@@ -171,6 +173,19 @@ class TaskConfig:
         num_weights, num_rewards = len(self.reward_weights), len(self.rewards)
         wrong = f"task.reward_weights must be one for each of {num_rewards} rewards, got {num_weights}"
         require(num_weights in (0, num_rewards), wrong)
+
+    @property
+    def source(self) -> Literal["gym", "gsm8k", "environment", "file", "hub"]:
+        """The kind of place that has the rows."""
+        if is_environment_name(self.name):
+            return "environment"
+        if self.name in ("reasoning-gym", "gsm8k"):
+            return "gym" if self.name == "reasoning-gym" else "gsm8k"
+        return "file" if self.name.endswith(ROW_FILES) else "hub"
+
+    def num_held_out_of(self, num_rows: int) -> int:
+        """Return num_held_out where the training rows, this many, hold them: resolved."""
+        return min(max(num_rows // 20, 32), 256) if self.num_held_out is None else self.num_held_out
 
 
 def _is_day(text: str) -> bool:

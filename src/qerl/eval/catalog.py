@@ -14,13 +14,14 @@ import dataclasses
 from collections.abc import Iterable
 
 from qerl.config import TaskConfig
-from qerl.config.recipes.paper import GSM8K_REQUEST, MATH_TEMPLATE
+from qerl.config.recipes.paper import GSM8K_TEMPLATE, MATH_TEMPLATE
+from qerl.config.task import ROW_FILES
 from qerl.errors import UserError, did_you_mean, require
 
 _MATH = TaskConfig(split="test", prompt_column="problem", template=MATH_TEMPLATE, rewards=("math",))
 BENCHMARKS = {
     "gsm8k": dataclasses.replace(
-        _MATH, name="openai/gsm8k:main", prompt_column="question", template="{question}\n\n" + GSM8K_REQUEST
+        _MATH, name="openai/gsm8k:main", prompt_column="question", template=GSM8K_TEMPLATE
     ),
     "math-500": dataclasses.replace(_MATH, name="HuggingFaceH4/MATH-500"),
     "aime24": dataclasses.replace(_MATH, name="HuggingFaceH4/aime_2024", split="train"),
@@ -40,7 +41,7 @@ def parse_benchmarks(arguments: Iterable[str]) -> dict[str, TaskConfig]:
 
 def is_rows_file(argument: str) -> bool:
     """True for a file of the user's own, which is no named benchmark: my.jsonl, but not gsm8k=my.jsonl."""
-    return "=" not in argument and argument.endswith((".jsonl", ".json", ".parquet", ".csv"))
+    return "=" not in argument and argument.endswith(ROW_FILES)
 
 
 def parse_benchmark(argument: str) -> tuple[str, TaskConfig]:

@@ -31,7 +31,12 @@ from qerl.tasks.reward import REWARDS, format_failures
 from qerl.tracking.provenance import environment
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.engines.multi_turn import MultiTurnEngine, with_environment
-from qerl.training.policy import check_prompt_fits, load_tokenizer_and_limit, load_trained_sampler
+from qerl.training.policy import (
+    check_prompt_fits,
+    fewer_prompts,
+    load_tokenizer_and_limit,
+    load_trained_sampler,
+)
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import GenerateRequest, Prompt, Sampling
@@ -57,7 +62,7 @@ def run_benchmarks(
     tasks = {name: _with_prompt(task, run and run.task, options) for name, task in named.items()} | file_tasks
     has_benchmarks = bool(tasks)
     tasks = tasks or {"task": options.task}
-    results = []
+    results, notice = [], partial(console.print, markup=False, highlight=False)
     with ExitStack() as stack:
         votes = stack.enter_context(VotePool())
         by_grading = {_grading(task): task for task in tasks.values()}
@@ -67,11 +72,12 @@ def run_benchmarks(
         benchmarks, sampling = {}, sampling_of(config)
         for name, task in tasks.items():
             prompts = _prompts(task, tokenizer, options, max_prompt_tokens, is_whole=has_benchmarks)
+            for text in fewer_prompts(f"{name}: --num-prompts", options.num_prompts, prompts):
+                notice(text)
             pools[_grading(task)].check(prompts[0])
             benchmarks[name] = _benchmark(
                 name, task, prompts, pools[_grading(task)], votes, sampling, options
             )
-        notice = partial(console.print, markup=False, highlight=False)
         for text in sorted({text for pool in pools.values() for text in pool.notices}):
             notice(text)
         load_engine = cache(partial(load_trained_sampler, config, tokenizer, adapters, notice))

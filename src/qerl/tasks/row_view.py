@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.config import SftConfig, TaskConfig
 from qerl.tasks.chat_tokens import allow_special_tokens
 from qerl.tasks.demonstrations import Demonstrator, form_of
+from qerl.tasks.known_rows import with_known_columns
 from qerl.tasks.prompt import Renderer, set_template_date, set_template_variables
 from qerl.tasks.rows import RowTable, open_rows
 
@@ -77,19 +78,23 @@ def view_rows(
     task: TaskConfig, sft: SftConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], kind: str
 ) -> tuple[Kind, TableView, TableView | None]:
     """Read the rows of task.name and the held-out ones: those of held_out_split, or, of prompts, the last
-    task.num_held_out. kind: prompt, sft, or auto: as the first rows look."""
+    task.num_held_out of them. kind: prompt, sft, or auto: as the first rows look."""
     rows, held_out = open_rows(task)
     set_template_variables(tokenizer, json.loads(task.chat_template_kwargs))
     allow_special_tokens(tokenizer, task.allow_special_tokens)
     set_template_date(tokenizer, task.chat_template_date)
-    made: Kind = _kind(rows, task, sft) if kind == "auto" else "sft" if kind == "sft" else "prompt"
     tables = [rows] if held_out is None else [rows, held_out]
+    prompt_tables = [with_known_columns(table, task)[0] for table in tables]
+    made: Kind = (
+        _kind(prompt_tables[0], task, sft) if kind == "auto" else "sft" if kind == "sft" else "prompt"
+    )
     if made == "sft":
         views = [_demonstrations(table, Demonstrator(tokenizer, sft, stop_ids)) for table in tables]
     else:
-        views = [_prompts(table, Renderer(task, table, tokenizer)) for table in tables]
-    if held_out is None and made == "prompt" and 0 < task.num_held_out < len(views[0].rows):
-        whole, first = views[0], len(views[0].rows) - task.num_held_out
+        views = [_prompts(table, Renderer(task, table, tokenizer)) for table in prompt_tables]
+    num = task.num_held_out_of(rows.num_rows)
+    if held_out is None and made == "prompt" and 0 < num < len(views[0].rows):
+        whole, first = views[0], len(views[0].rows) - num
         views = [
             dataclasses.replace(whole, rows=whole.rows[:first]),
             dataclasses.replace(whole, name="the last rows", rows=whole.rows[first:], bad=[]),

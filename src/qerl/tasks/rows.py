@@ -1,7 +1,7 @@
 """Open a task's rows: reasoning-gym, gsm8k, a file, or a data set of the Hugging Face Hub.
 
     reasoning-gym         question, answer, metadata; rows are generated on demand
-    gsm8k                 problem, solution, and derived: question (asks for tags), answer (the number)
+    gsm8k                 question, solution, and derived: answer (the number)
     x.jsonl, x.json       one object per line, or a list of objects
     x.parquet, x.csv      one table; a CSV's first line names the columns, and its values are strings
     verifiers:NAME        prompt, task: a row for each task; openenv:PLACE: prompt, reset
@@ -26,9 +26,8 @@ from typing import Any
 
 from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
-from qerl.config.recipes.paper import GSM8K_REQUEST
 from qerl.config.task import is_environment_name
-from qerl.errors import UserError, did_you_mean
+from qerl.errors import UserError, did_you_mean, require
 from qerl.tasks.env_packages import environment_rows
 from qerl.tasks.row_values import is_unicode
 from qerl.tasks.sources import file_digest
@@ -72,10 +71,14 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
     if is_environment_name(config.name):
         return _environment_rows(config), None
     if path.suffix in _READERS:
-        held_out = Path(config.held_out_split or "")  # a recipe for the hub may name a split such as test
-        has_held_out = held_out.suffix in _READERS
+        held_out = config.held_out_split
+        require(
+            held_out is None or Path(held_out).suffix in _READERS,
+            f"task.held_out_split {held_out}: {path} is a file, which has no splits; name a file of held-out"
+            " rows, or None to hold out its last rows",
+        )
         rows = _read_file("name", path, config)
-        return rows, _read_file("held_out_split", held_out, config) if has_held_out else None
+        return rows, None if held_out is None else _read_file("held_out_split", Path(held_out), config)
     if path.is_file() or (path.suffix and path.name == config.name):  # the id of a data set has an owner
         lacks = "" if path.is_file() else "no such file; "
         raise UserError(f"task.name {config.name}: {lacks}a file of rows ends in {', '.join(_READERS)}")
@@ -174,13 +177,12 @@ def _gsm8k(rows: RowTable) -> RowTable:
     def get(index: int) -> dict[str, Any]:
         row = rows.get(index)
         return {
-            "question": f"{row['question']}\n\n{GSM8K_REQUEST}",
+            "question": row["question"],
             "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
-            "problem": row["question"],
             "solution": row["answer"],
         }
 
-    columns = {"question": "question", "answer": "answer", "problem": "question", "solution": "answer"}
+    columns = {"question": "question", "answer": "answer", "solution": "answer"}
     values = lambda column: rows.values(columns[column])  # noqa: E731  no derived one is empty if its source is not
     return dataclasses.replace(rows, columns=tuple(columns), get=get, values=values)
 

@@ -7,13 +7,15 @@ a step does not affect later steps.
 
 The held-out rows are the last task.num_held_out rows that fit, or the first ones of task.held_out_split. A
 training row with the same prompt as a held-out row is skipped (procedural tasks repeat: two one-digit numbers
-make 121 sums), so that held-out accuracy does not measure memorization.
+make 121 sums), so that held-out accuracy does not measure memorization. Where all prompts are the same, as
+the first message of an environment may be, the other columns must be the same too.
 
 A row that no prompt can be made of is left out and counted: those of a file before the first step, those
 generated on demand or of the hub when they are drawn.
 """
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -22,12 +24,13 @@ from transformers import PreTrainedTokenizerBase
 from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.errors import UserError, quantity
+from qerl.tasks.known_rows import open_prompt_rows
 from qerl.tasks.prompt import Renderer
 from qerl.tasks.row_checks import check_rows, examples, row_notice
-from qerl.tasks.rows import open_rows
 from qerl.types import Prompt
 
 _EPOCH, _ROUND = 1, 2  # separate random streams
+_NUM_COMPARED = 8  # training rows whose prompts show whether all are the same
 
 
 class Task:
@@ -44,7 +47,8 @@ class Task:
     ):
         """Open the data set. Rows whose prompt exceeds max_prompt_tokens are skipped, and so are bad rows
         unless strict makes them an error."""
-        tables = [table for table in open_rows(config) if table is not None]
+        tables, self.known_columns = open_prompt_rows(config)
+        """known_columns: a line for each table that has columns by those of a known data set."""
         self.name = tables[0].name
         self.renderers = [Renderer(config, each, tokenizer) for each in tables]
         """Renderers of the training rows and, if they have a table of their own, of the held-out rows."""
@@ -53,26 +57,32 @@ class Task:
         for each in self.renderers:
             check_rows(each, strict=strict)
         draws = [each.prompt if strict else each.usable_prompt for each in self.renderers]
-        num_rows, limits = tables[0].num_rows, (config.num_held_out, max_prompt_tokens)
+        num_rows, num_held_out = tables[0].num_rows, config.num_held_out
         if len(tables) == 1:
-            self._held_out, self.num_dropped = _fitting(draws[0], reversed(range(num_rows)), 0, *limits)
+            num_held_out = config.num_held_out_of(num_rows)
+            order = reversed(range(num_rows))
+            self._held_out, self.num_dropped = _fitting(draws[0], order, 0, num_held_out, max_prompt_tokens)
             self._held_out.reverse()
             num_rows = self._held_out[0].index if self._held_out else num_rows
         else:
             order = range(tables[1].num_rows)
+            limits = num_held_out, max_prompt_tokens
             self._held_out, self.num_dropped = _fitting(draws[1], order, num_rows, *limits)
         """num_dropped: rows seen so far, held-out rows included, whose prompt is too long."""
         self.num_repeated = 0
         """Training rows seen so far with the same prompt as a held-out row."""
-        if num_rows == 0 or (len(tables) == 1 and len(self._held_out) < config.num_held_out):
+        if num_rows == 0 or (len(tables) == 1 and len(self._held_out) < (num_held_out or 0)):
             raise UserError(
-                f"task.num_held_out is {config.num_held_out}: {self.name} has"
+                f"task.num_held_out is {num_held_out}: {self.name} has"
                 f" {quantity(tables[0].num_rows, 'row')} ({self.num_dropped} longer than"
                 f" {max_prompt_tokens} tokens, {len(self.renderers[0].faults)} unusable),"
                 " which leaves none to train on: lower task.num_held_out, or give more rows"
             )
         self._renderer, self._draw, self._num_rows = self.renderers[0], draws[0], num_rows
-        self._held_out_texts = {prompt.text for prompt in self._held_out}
+        texts = {prompt.text for prompt in self._held_out}
+        first = (draws[0](row, index=row) for row in range(min(num_rows, _NUM_COMPARED)))
+        self._compares_columns = len(texts) == 1 and all(p is None or p.text in texts for p in first)
+        self._held_out_keys = {self._key(prompt) for prompt in self._held_out}
         self._seed, self._max_tokens = seed, max_prompt_tokens
         self._is_usable: dict[int, bool] = {}
         self._iterators: dict[int, tuple[list[list[int]], Iterator[list[int]]]] = {}
@@ -134,6 +144,11 @@ class Task:
                 yield batch
                 batch = list(itertools.islice(usable, num_prompts))
 
+    def _key(self, prompt: Prompt) -> str:
+        """Return what a training row must not share with a held-out one."""
+        columns = json.dumps(prompt.columns, sort_keys=True) if self._compares_columns else ""
+        return prompt.text + columns
+
     def _order(self, seed: int) -> list[int]:
         return torch.randperm(self._num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -142,7 +157,7 @@ class Task:
         if row not in self._is_usable:
             prompt = self._draw(row, index=row)
             is_short = prompt is not None and len(prompt.tokens_T) <= self._max_tokens
-            is_repeated = prompt is not None and prompt.text in self._held_out_texts
+            is_repeated = prompt is not None and self._key(prompt) in self._held_out_keys
             self.num_dropped += prompt is not None and not is_short
             self.num_repeated += is_short and is_repeated
             self._is_usable[row] = is_short and not is_repeated
@@ -156,7 +171,7 @@ def all_prompts(
 
     A prompt that does not fit is an error: without it the result would be for another set.
     """
-    rows, _ = open_rows(config)
+    (rows, *_), _ = open_prompt_rows(config)
     renderer = Renderer(config, rows, tokenizer)
     indices = range(rows.num_rows if num is None else min(num, rows.num_rows))
     prompts = [renderer.prompt(index, index=index) for index in indices]
@@ -170,11 +185,12 @@ def all_prompts(
 
 
 def _fitting(
-    draw: Callable[..., Prompt | None], order: Iterable[int], offset: int, num: int, max_tokens: int
+    draw: Callable[..., Prompt | None], order: Iterable[int], offset: int, num: int | None, max_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """Return the first num prompts in this order that are short enough, and the number that are too long."""
+    """Return the first num prompts in this order that are short enough, or all for None, and the number that
+    are too long."""
     prompts, num_dropped = [], 0
-    for row in order if num else ():
+    for row in order if num != 0 else ():
         prompt = draw(row, index=offset + row)
         if prompt is not None and len(prompt.tokens_T) <= max_tokens:
             prompts.append(prompt)

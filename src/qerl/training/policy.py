@@ -13,7 +13,7 @@ from qerl.config.conflicts import NEEDS_OUR_DECODER, holding
 from qerl.engine.local_engine import LocalEngine
 from qerl.engine.paged_engine import PagedEngine
 from qerl.engine.transformers_engine import TransformersEngine
-from qerl.errors import UserError, require
+from qerl.errors import UserError, quantity, require
 from qerl.learner import checkpoint
 from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.encoding import SCALES
@@ -56,13 +56,21 @@ def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
 def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
     """Raise UserError if a reward lacks a column. Return a line for each table of rows, and one for each
     checkpoint, the teacher's too, of which a part is not used as it is stored; with config.strict these are
-    errors, but not the lines about tensors that no language model has."""
+    errors, but not the lines about tensors that no language model has, and about columns of known sets."""
     pool.check(task.train_prompts(0, config.num_prompts)[0])
     notices = task.notices(config.task, reads_answer=pool.reads_answer(config.task.answer_column))
     stored = [(locate(config.model.path).open(), config.model.format), *teacher_checkpoint(config)]
     notices += [line for each in stored for line in checkpoint_notices(*each)]
     require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
-    return notices + [line for checkpoint, _ in stored for line in skipped_notices(checkpoint)]
+    skipped = [line for checkpoint, _ in stored for line in skipped_notices(checkpoint)]
+    return [*task.known_columns, *notices, *skipped]
+
+
+def fewer_prompts(option: str, num: int | None, prompts_P: list[Prompt]) -> list[str]:
+    """Return a line if an evaluation has fewer prompts than the option asks for."""
+    if num is None or len(prompts_P) >= num:
+        return []
+    return [f"{option} is {num:,}, but there are only {quantity(len(prompts_P), 'row')} to evaluate on"]
 
 
 def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:

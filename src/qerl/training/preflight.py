@@ -44,7 +44,7 @@ from qerl.tasks.scoring import Failure
 from qerl.tracking.atomic_file import finite, read_object
 from qerl.tracking.loggers import check_loggers
 from qerl.tracking.provenance import check_same_run, version
-from qerl.training.policy import check_backend, check_task, load_sampler, load_task
+from qerl.training.policy import check_backend, check_task, fewer_prompts, load_sampler, load_task
 from qerl.training.rollouts.rollout import sampling_of, step_request
 from qerl.types import Group, Prompt, Sample
 
@@ -244,6 +244,9 @@ class Preflight:
         text += f" at most {max(lengths)}; {num_held_out} prompts are held out"
         values = {"median_tokens": median, "max_tokens": max(lengths), "held_out": num_held_out}
         yield "ok", text, values
+        held_out_P = self._task.held_out(None)
+        for line in fewer_prompts("evaluate.num_prompts", config.evaluate.num_prompts, held_out_P):
+            yield "note", line, {}
 
     def reward(self) -> Outcomes:
         if self._config.agent.function is not None:

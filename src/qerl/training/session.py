@@ -41,7 +41,14 @@ from qerl.training.engines.replayed_batch import BranchingEngine
 from qerl.training.loop import Parts, run
 from qerl.training.observer import Observer
 from qerl.training.planned_learner import planned_learner
-from qerl.training.policy import check_supported, check_task, load_sampler, load_task, longest_prompt
+from qerl.training.policy import (
+    check_supported,
+    check_task,
+    fewer_prompts,
+    load_sampler,
+    load_task,
+    longest_prompt,
+)
 from qerl.training.ray_engine import Cluster, RemoteEngine, join_cluster
 from qerl.training.ray_worker import Episodes, MakeEpisodes
 from qerl.training.rollouts import evaluation
@@ -121,9 +128,11 @@ class ReinforcementLearning(Training):
         sources = self._task.sources | ({} if rows is None else rows.sources)
         journal.check_sources(sources, ("data set ",))
         journal.check_sources(teacher_sources(config.distil) if ranks.is_first else {}, ("teacher ",))
-        for text in [*pool.notices, *check_task(config, self._task, pool)]:
+        num_asked = config.evaluate.num_prompts if pool.has_rewards else 0
+        self._held_out_P = self._task.held_out(num_asked)
+        fewer = fewer_prompts("evaluate.num_prompts", num_asked, self._held_out_P)
+        for text in [*pool.notices, *check_task(config, self._task, pool), *fewer]:
             journal.notice(text)
-        self._held_out_P = self._task.held_out(config.evaluate.num_prompts if pool.has_rewards else 0)
         first_P = self._task.train_prompts(0, config.num_prompts)
         longest = longest_prompt(config, [*first_P, *self._held_out_P]) + config.sample.max_tokens
         compile_while_loading(config, longest)
@@ -263,13 +272,14 @@ class ReinforcementLearning(Training):
 
     def held_out_figures(self, engine: RolloutEngine) -> dict[str, float]:
         """Return accuracy, if there is one, and mean reward without noise: with the config's sampling, and
-        greedy."""
+        greedy. num_prompts: of how many problems."""
         sampling = sampling_of(self.config)
         sampled, best = self._measure(engine, sampling), self._measure(engine, evaluation.greedy(sampling))
         self._report_failures()
         figures = {"accuracy": sampled.accuracy, "greedy": best.accuracy}
         figures |= {"reward": sampled.reward, "greedy_reward": best.reward}
         figures |= {"reward_error": sampled.reward_error, "greedy_reward_error": best.reward_error}
+        figures["num_prompts"] = float(sampled.num_prompts)
         return {name: value for name, value in figures.items() if value is not None}
 
     def _measure(self, engine: RolloutEngine, sampling: Sampling) -> evaluation.Evaluation:

@@ -130,3 +130,16 @@ def test_prompts_are_measured_after_what_all_begin_with():
     assert prompt_probes([[4, 5], [4, 5]]) == [Probe(tokens_T=[4, 5], start=0)]
     assert prompt_probes([[4] * 2000 + [i] for i in range(3)]) == [Probe(tokens_T=[4] * 1024, start=0)]
     assert sum(len(p.tokens_T) for p in prompt_probes([[i] * 300 for i in range(9)])) == 1024
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [[[1, 2, 3]] * 4, [[7]] * 2, [[1, 2], [1, 2]], [[*range(1024), i] for i in range(3)]],
+    ids=["equal", "one token", "two", "equal up to the limit"],
+)
+def test_prompts_that_differ_nowhere_are_measured_once_as_a_whole(prompts):
+    assert prompt_probes(prompts) == [Probe(tokens_T=prompts[0][:1024], start=0)]
+
+
+def test_a_prompt_that_begins_all_others_does_not_count_twice():
+    assert prompt_probes([[1, 2], [1, 2, 3], [1, 2]]) == [Probe(tokens_T=[1, 2, 3], start=1)]

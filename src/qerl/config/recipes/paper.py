@@ -46,6 +46,8 @@ GSM8K_REQUEST = (
 )
 """Follows each GSM8K problem, in training and in evaluation."""
 
+GSM8K_TEMPLATE = "{question}\n\n" + GSM8K_REQUEST
+
 MATH_TEMPLATE = (
     "{question}\n\nReason step by step inside <think></think> tags, then put only the final answer inside"
     " <answer></answer> tags."
@@ -115,8 +117,8 @@ def gsm8k() -> RunConfig:
         model=ModelConfig(path="Qwen/Qwen2.5-3B-Instruct"),
         task=TaskConfig(
             name="gsm8k",
+            template=GSM8K_TEMPLATE,
             held_out_split="test",
-            num_held_out=1319,
             rewards=("numeric", "tags"),
             reward_weights=(1.0, 0.1),
         ),
@@ -217,8 +219,8 @@ def code() -> RunConfig:
 
 
 def plain() -> RunConfig:
-    """Train on your own rows and reward with the defaults; the last 32 rows are held out."""
-    return RunConfig(out="runs/own", task=TaskConfig(num_held_out=32))
+    """Train on your own rows and reward with the defaults."""
+    return RunConfig(out="runs/own")
 
 
 PAPER: dict[str, Callable[[], RunConfig]] = {

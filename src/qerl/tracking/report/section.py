@@ -243,8 +243,14 @@ def intervals(run: RecordedRun, name: str, points: Points) -> list[tuple[float, 
     config = run.facts.get("config")
     fields = flatten(config) if isinstance(config, dict) else {}
     limits = [number(fields.get(field)) for field in ("evaluate.num_prompts", "task.num_held_out")]
-    count, z2, bounds = min((limit for limit in limits if limit), default=0.0), 1.96**2, []
-    for step, share in points if count >= 1 else ():
+    limit, counts = (
+        min((limit for limit in limits if limit), default=0.0),
+        dict(evaluated(run, "num_prompts")),
+    )
+    z2, bounds = 1.96**2, []
+    for step, share in points:
+        if (count := counts.get(step, limit)) < 1:
+            continue
         scale, variance = 1 + z2 / count, share * (1 - share) / count + z2 / 4 / count**2
         middle, spread = (share + z2 / 2 / count) / scale, 1.96 * math.sqrt(max(0.0, variance)) / scale
         bounds.append((step, max(0.0, middle - spread), min(1.0, middle + spread)))
