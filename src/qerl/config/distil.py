@@ -5,6 +5,7 @@ from typing import Literal
 
 from qerl.config.check import check_not_negative, check_positive
 from qerl.config.conflicts import check_conflicts
+from qerl.config.task import ROW_FILES
 from qerl.errors import require
 
 
@@ -67,6 +68,11 @@ class DistilConfig:
     @property
     def is_on(self) -> bool:
         return self.teacher != ""
+
+    @property
+    def is_file(self) -> bool:
+        """True if `data` is a file, which has no splits."""
+        return self.data.endswith(ROW_FILES)
 
     @property
     def is_divergence(self) -> bool:

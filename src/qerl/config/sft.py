@@ -3,6 +3,7 @@
 import dataclasses
 
 from qerl.config.check import check_not_negative, check_positive
+from qerl.config.task import ROW_FILES
 from qerl.errors import require
 
 
@@ -53,3 +54,8 @@ class SftConfig:
         check_not_negative(self, "num_eval_samples", prefix="sft.")
         share = self.eval_fraction
         require(0 <= share < 1, f"sft.eval_fraction must be in [0, 1), got {share}")
+
+    @property
+    def is_file(self) -> bool:
+        """True if `data` is a file, which has no splits."""
+        return self.data.endswith(ROW_FILES)

@@ -23,6 +23,7 @@ import torch
 
 from qerl.algo.seeds import mix
 from qerl.config import RunConfig
+from qerl.config.effects import effect_notices
 from qerl.config.task import is_environment_name
 from qerl.engine.decode.kernel_forward import NO_KERNELS, kernel_obstacle
 from qerl.errors import RunError, UserError, printable, redact, require
@@ -159,6 +160,9 @@ class Preflight:
             config = dataclasses.replace(self._config, model=resolve_device(self._config.model))
             check_same_run(record, read_object(record).get("config", {}), finite(dataclasses.asdict(config)))
             yield "note", f"{self._config.out} holds a run of these settings, which goes on", {}
+
+        for line in effect_notices(self._config):
+            yield "note", line, {}
 
     def loggers(self) -> Outcomes:
         check_loggers(self._config.loggers)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
+from qerl.config.effects import RunFacts, effect_notices
 from qerl.config.stored import with_start_day
 from qerl.errors import RunError, quantity
 from qerl.kernels.runtime.compile_tally import TALLY
@@ -137,6 +138,16 @@ class ReinforcementLearning(Training):
         longest = longest_prompt(config, [*first_P, *self._held_out_P]) + config.sample.max_tokens
         compile_while_loading(config, longest)
         self.decoder, self.engine = load_sampler(config, tokenizer)
+        arch = self.decoder.architecture
+        facts = RunFacts(
+            is_mixture=arch is not None and arch.mixture is not None,
+            has_environment=pool.environment is not None,
+            has_chat_template=bool(tokenizer.chat_template),
+            has_template=not self._task.renderers[0].has_messages,
+            has_ranks=ranks.count > 1,
+        )
+        for text in effect_notices(config, facts):
+            journal.notice(text)
         judge = BaseJudge(self.decoder, self.engine, config.task.judge, config.engine)
         for each in pool.own_judges:
             each.answer_by(judge, f"{config.model.path} {config.model.format}")

@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, RunConfig, SftConfig
+from qerl.config.effects import RunFacts, effect_notices
 from qerl.config.stored import with_start_day
 from qerl.errors import quantity, require
 from qerl.kernels.runtime.compile_tally import TALLY
@@ -129,9 +130,18 @@ class FineTuning(Training):
     ):
         self.config, self._rows = config, rows
         self._ranks, self._journal = opened.ranks, opened.journal
-        for text in [*notices, *skipped_notices(locate(config.model.path).open())]:
-            self._journal.notice(text)
         self.decoder, self.engine = load_sampler(config, tokenizer)
+        arch = self.decoder.architecture
+        facts = RunFacts(
+            is_mixture=arch is not None and arch.mixture is not None,
+            has_environment=False,
+            has_chat_template=bool(tokenizer.chat_template),
+            has_template=False,
+            has_ranks=self._ranks.count > 1,
+        )
+        skipped = skipped_notices(locate(config.model.path).open())
+        for text in [*notices, *skipped, *effect_notices(config, facts)]:
+            self._journal.notice(text)
         self.sampler = self.engine
         self.learner = planned_learner(
             self.decoder, config, rows.longest, notice=self._journal.notice, ranks=self._ranks

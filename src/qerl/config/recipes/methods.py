@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from qerl.config import AlgoConfig, ControlConfig, DeepConfig, RunConfig
+from qerl.config import AlgoConfig, ControlConfig, DeepConfig, NoiseConfig, RunConfig
 from qerl.config.recipes.paper import demo
 
 UPDATES_PER_STEP = 4
@@ -34,9 +34,16 @@ def _noise(about: str, **noise: Any) -> tuple[str, Sections]:
     return about, {"noise": replace(demo().noise, **noise)}
 
 
+def _controlled(about: str, **noise: Any) -> tuple[str, Sections]:
+    """Return the demo with a rule that controls sigma, which then has neither stages nor an end."""
+    demo_noise = demo().noise
+    start = {"sigma_start": demo_noise.sigma_start, "unit": demo_noise.unit}
+    return about, {"noise": NoiseConfig(**start, **noise)}
+
+
 def _precision(about: str, **formats: Any) -> tuple[str, Sections]:
     """Return GRPO with these formats and no noise."""
-    model, noise = replace(demo().model, **formats), replace(demo().noise, schedule="none")
+    model, noise = replace(demo().model, **formats), NoiseConfig(schedule="none")
     return about, {"model": model, "noise": noise, "algo": _GRPO}
 
 
@@ -114,17 +121,17 @@ _METHODS = {
     "no_correction": _correction(
         "No correction: treat the samples as if the learner had drawn them.", importance="none"
     ),
-    "aqn_kl": _noise(
+    "aqn_kl": _controlled(
         "AQN that steers sigma to keep the KL between sampler and learner at a target.",
         schedule="adaptive",
         control=_KL,
     ),
-    "aqn_entropy": _noise(
+    "aqn_entropy": _controlled(
         "AQN that steers sigma to keep the sampling policy's entropy at a target.",
         schedule="adaptive",
         control=_ENTROPY,
     ),
-    "aqn_plappert": _noise(
+    "aqn_plappert": _controlled(
         "AQN with Plappert's rule: multiply or divide sigma each step to reach a target KL.",
         schedule="plappert",
         control=replace(_KL, factor=1.1),
