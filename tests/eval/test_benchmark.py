@@ -117,18 +117,18 @@ def test_a_file_of_ones_own_is_evaluated_whole_by_its_template_column_and_reward
     monkeypatch, capsys, model, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    rows = [{"problem": f"{i} + 1", "solution": str(i + 1)} for i in range(5)]
+    rows = [{"exercise": f"{i} + 1", "solution": str(i + 1)} for i in range(5)]
     write(tmp_path / "mine.csv", rows)
-    given = ["--template", "What is {problem}?", "--answer-column=solution", "--reward", "exact"]
+    given = ["--template", "What is {exercise}?", "--answer-column=solution", "--reward", "exact"]
     (result,), shown = evaluated(monkeypatch, capsys, model, "mine.csv", *SHORT, *given)
     saved = json.loads((tmp_path / result["file"]).read_text())
     assert result["set"] == "mine" and result["num_prompts"] == 5 and "mine" in shown
     assert [problem["answer"] for problem in saved["problems"]] == [row["solution"] for row in rows]
     assert saved["settings"]["temperature"] == 1 and saved["settings"]["rewards"] == ["exact"]
-    given[1] = "Is it {problem}?"
+    given[1] = "Is it {exercise}?"
     (other,), _ = evaluated(monkeypatch, capsys, model, "mine.csv", *SHORT, *given)
     assert other["file"] != result["file"]
-    _, error = evaluated(monkeypatch, capsys, model, "mine.csv", *SHORT, "--template", "{problem}")
+    _, error = evaluated(monkeypatch, capsys, model, "mine.csv", *SHORT, "--template", "{exercise}")
     assert "task.answer_column: no column 'answer'" in error and "solution" in error
     _, error = evaluated(monkeypatch, capsys, model, "none.jsonl", *SHORT)
     assert "none.jsonl" in error and "no such file" in error

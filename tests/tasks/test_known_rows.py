@@ -157,15 +157,20 @@ def test_a_row_without_its_text_is_left_out_by_its_line(tmp_path):
 def test_an_evaluation_of_a_raw_file_has_its_reward_and_template(tmp_path, rows, reward, asks):
     name = jsonl(tmp_path / "rows.jsonl", rows)
     (task,) = own_tasks([name], EvalOptions()).values()
-    task = with_known_defaults(task, keeps_rewards=False)
+    said = []
+    task = with_known_defaults(task, said.append, keeps_rewards=False)
+    assert len(said) == 1 and "rows.jsonl has the columns of" in said[0] and f"reward {reward}" in said[0]
     assert task.rewards == (reward,) and asks in task.template
-    given = with_known_defaults(dataclasses.replace(task, template="{question}!"), keeps_rewards=True)
+    given = with_known_defaults(
+        dataclasses.replace(task, template="{question}!"), said.append, keeps_rewards=True
+    )
     assert (given.template, given.rewards) == ("{question}!", (reward,))
 
 
 def test_other_rows_are_left_as_they_are(tmp_path):
     own = TaskConfig(name=jsonl(tmp_path / "own.jsonl", [{"prompt": f"{i}", "answer": i} for i in range(9)]))
-    assert with_known_defaults(own, keeps_rewards=False) == own
+    said = []
+    assert with_known_defaults(own, said.append, keeps_rewards=False) == own and not said
     assert built(dataclasses.replace(own, num_held_out=2)).known_columns == []
 
 

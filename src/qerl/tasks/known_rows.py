@@ -109,15 +109,19 @@ def open_prompt_rows(config: TaskConfig) -> tuple[list[RowTable], list[str]]:
     return [table for table, _ in opened], lines
 
 
-def with_known_defaults(config: TaskConfig, *, keeps_rewards: bool) -> TaskConfig:
-    """Return the config with the template of the data set whose file this is, and unless keeps_rewards with
-    its reward, where the config has the default."""
-    known = known_set(open_rows(config)[0])
+def with_known_defaults(
+    config: TaskConfig, notice: Callable[[str], None], *, keeps_rewards: bool
+) -> TaskConfig:
+    """Return the config with the template of the data set whose file this is, where the config has the
+    default, and with its reward unless keeps_rewards; notice says what they are."""
+    rows = open_rows(config)[0]
+    known, (_, line) = known_set(rows), with_known_columns(rows, config)
     if known is None:
         return config
     template = known.template if config.template == TaskConfig().template else config.template
     rewards = config.rewards if keeps_rewards else (known.reward,)
     weights = config.reward_weights if keeps_rewards else ()
+    notice(f"{line or f'{rows.name} has the columns of {known.name}'}; reward {' + '.join(rewards)}")
     return dataclasses.replace(config, template=template, rewards=rewards, reward_weights=weights)
 
 

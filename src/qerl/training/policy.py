@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import RunConfig
+from qerl.config import EvalConfig, RunConfig
 from qerl.config.conflicts import NEEDS_OUR_DECODER, holding
 from qerl.engine.local_engine import LocalEngine
 from qerl.engine.paged_engine import PagedEngine
@@ -67,8 +67,9 @@ def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
 
 
 def fewer_prompts(option: str, num: int | None, prompts_P: list[Prompt]) -> list[str]:
-    """Return a line if an evaluation has fewer prompts than the option asks for."""
-    if num is None or len(prompts_P) >= num:
+    """Return a line if an evaluation has fewer prompts than the option asks for, with another value than
+    evaluate.num_prompts has by default: as many as there are, up to that."""
+    if num is None or num == EvalConfig().num_prompts or len(prompts_P) >= num:
         return []
     return [f"{option} is {num:,}, but there are only {quantity(len(prompts_P), 'row')} to evaluate on"]
 
