@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.cli.arguments import announce, names_or_help, parse_options
 from qerl.config import SftConfig, TaskConfig
-from qerl.config.check import check_not_negative, check_positive
+from qerl.config.check import check_not_negative, check_numbers, check_positive
 from qerl.config.recipes import RECIPES, plain
 from qerl.errors import UserError, quantity
 
@@ -53,6 +53,7 @@ class DataOptions:
     task: TaskConfig = plain().task
 
     def __post_init__(self):
+        check_numbers(self)
         check_positive(self, "max_tokens")
         check_not_negative(self, "num")
 

@@ -8,7 +8,7 @@ import tyro
 
 from qerl.cli.arguments import announce, names_or_help, parse_options
 from qerl.config import RunConfig
-from qerl.config.check import check_positive
+from qerl.config.check import check_numbers, check_positive
 from qerl.config.recipes import RECIPES
 from qerl.errors import UserError, require
 
@@ -40,6 +40,7 @@ class PlanOptions:
     """The run, with the fields of `qerl train`."""
 
     def __post_init__(self):
+        check_numbers(self)
         check_positive(self, "gpu_gb", "prompt_tokens", "mean_tokens")
         limit = self.run.sample.max_tokens
         require(

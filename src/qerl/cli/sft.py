@@ -19,7 +19,7 @@ from qerl.config import (
     SampleConfig,
     SftConfig,
 )
-from qerl.config.check import check_positive
+from qerl.config.check import check_numbers, check_positive
 from qerl.errors import UserError, require
 
 DESCRIPTION = f"""{__doc__}
@@ -77,6 +77,7 @@ class SftOptions:
     checkpoint: CheckpointConfig = _CHECKPOINT
 
     def __post_init__(self):
+        check_numbers(self)
         check_positive(self, "batch_size", "max_steps", "eval_max_tokens")
         learn = self.learn
         require(

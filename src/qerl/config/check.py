@@ -9,17 +9,30 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from qerl.config.bounds import UNBOUNDED, check_bounds
 from qerl.errors import UserError, require
 
 
-def check_finite(settings: Any, prefix: str = "") -> None:
-    """Raise UserError for NaN or infinity in any field, of nested settings and in tuples too."""
+def check_numbers(settings: Any, prefix: str = "") -> None:
+    """Raise UserError for NaN, infinity or a number out of its bounds (bounds.py) in any field, of nested
+    settings and in tuples too."""
     for name in _field_names(type(settings)):
         value = getattr(settings, name)
-        # A valid value takes the short way, without a name for a message: a plan has 2,000 configs.
-        if value is None or isinstance(value, str | int) or (type(value) is float and math.isfinite(value)):
+        # Most values take the short way, without a name for a message: a plan has 2,000 configs.
+        if value is None or isinstance(value, str | bool) or (type(value) is int and 0 <= value < 1000):
             continue
-        _check_finite(value, f"{prefix}{name}")
+        _check_number(value, f"{prefix}{name}")
+
+
+def _check_number(value: Any, name: str) -> None:
+    _check_finite(value, name)
+    if isinstance(value, tuple):
+        for item in value if name.rpartition(".")[2] not in UNBOUNDED else ():
+            _check_number(item, name)
+    elif dataclasses.is_dataclass(value):
+        check_numbers(value, f"{name}.")
+    elif isinstance(value, int | float):
+        check_bounds(name, value)
 
 
 @functools.cache
@@ -34,8 +47,6 @@ def _check_finite(value: Any, name: str) -> None:
     elif isinstance(value, tuple):
         for item in value:
             _check_finite(item, name)
-    elif dataclasses.is_dataclass(value):
-        check_finite(value, f"{name}.")
 
 
 def check_positive(settings: Any, *names: str, prefix: str = "") -> None:

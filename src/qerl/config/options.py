@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from qerl.config import ModelConfig, TaskConfig
-from qerl.config.check import check_finite, check_positive
+from qerl.config.check import check_numbers, check_positive
 from qerl.errors import UserError, require
 
 
@@ -51,7 +51,7 @@ class EvalOptions:
     task: TaskConfig = TaskConfig()
 
     def __post_init__(self):
-        check_finite(self)
+        check_numbers(self)
         check_positive(self, "num_prompts", "num_samples")
 
 
@@ -85,9 +85,13 @@ class QuantizeOptions:
     """Tokens per calibration sequence."""
 
     def __post_init__(self):
+        check_numbers(self)
         check_positive(self, "sequences", "sequence_tokens")
         if (self.calibrate == "none") != (self.data is None):
             raise UserError("quantize: --calibrate awq or gptq and --data FILE must be given together")
+        for name, usual in (("sequences", 256), ("sequence_tokens", 2048)):
+            acts = self.calibrate != "none" or getattr(self, name) == usual
+            require(acts, f"quantize: --{name.replace('_', '-')} needs --calibrate awq or gptq")
         if self.calibrate == "gptq" and self.format != "nvfp4":
             raise UserError("quantize: --calibrate gptq needs --format nvfp4")
 
@@ -114,7 +118,10 @@ class ExportOptions:
     """Tokens of the run's prompts and samples, newest first, to calibrate nvfp4 and mxfp4 on."""
 
     def __post_init__(self):
+        check_numbers(self)
         check_positive(self, "calibration_tokens")
+        acts = self.form in ("nvfp4", "mxfp4") or self.calibration_tokens == 8192
+        require(acts, f"--calibration-tokens needs --as nvfp4 or mxfp4, got {self.form}")
         if self.dtype != "bf16" and self.form not in ("merged", "gguf-ready", "base"):
             raise UserError(f"--dtype {self.dtype} needs --as merged, gguf-ready or base, got {self.form}")
 
@@ -142,7 +149,7 @@ class GenerateOptions:
     model: ModelConfig = ModelConfig()
 
     def __post_init__(self):
-        check_finite(self)
+        check_numbers(self)
         check_positive(self, "max_tokens")
         require(self.temperature >= 0, f"temperature must not be negative, got {self.temperature}")
         top_p = 1 if self.top_p is None else self.top_p
@@ -209,6 +216,7 @@ class ServeOptions:
     model: ModelConfig = ModelConfig()
 
     def __post_init__(self):
+        check_numbers(self)
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
         check_positive(self, "max_body_bytes", "max_prompt_tokens", "max_tokens")
         check_positive(self, "max_samples", "max_waiting", "max_connections", "max_header_bytes")

@@ -7,7 +7,8 @@ import tyro
 
 from qerl.config.agent import AgentConfig
 from qerl.config.algo import AlgoConfig
-from qerl.config.check import check_finite, check_not_negative, check_positive
+from qerl.config.bounds import MAX_SAMPLES
+from qerl.config.check import check_not_negative, check_numbers, check_positive
 from qerl.config.conflicts import check_conflicts
 from qerl.config.distil import DistilConfig
 from qerl.config.engine import EngineConfig, SampleConfig
@@ -139,7 +140,7 @@ class RunConfig:
     """Set by `qerl sft`, whose options its fields are; empty in a run with rewards."""
 
     def __post_init__(self):
-        check_finite(self)
+        check_numbers(self)
         check_positive(self, "num_steps", "num_prompts", "rank_timeout_s")
         check_not_negative(self, "seed")
         size, why = self.num_generations, "samples are compared within a group"
@@ -169,6 +170,10 @@ class RunConfig:
             f"noise.control.warmup_steps must be under num_steps ({self.num_steps}), got {warmup}",
         )
         samples = self.num_prompts * self.num_generations
+        require(
+            samples <= MAX_SAMPLES,
+            f"num_prompts * num_generations must be at most {MAX_SAMPLES:,} samples a step, got {samples:,}",
+        )
         excess = f"must not exceed num_prompts * num_generations ({samples})"
         require(updates <= samples, f"learn.updates_per_step {excess}, got {updates}")
         buffer = self.algo.overlong_buffer
