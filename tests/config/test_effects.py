@@ -5,6 +5,7 @@ import typing
 
 import pytest
 
+from qerl.cli.main import command
 from qerl.config import (
     AdapterConfig,
     AgentConfig,
@@ -187,3 +188,28 @@ def test_settings_that_act_are_not_named():
 def test_a_recipe_has_no_setting_without_effect(name):
     facts = dataclasses.replace(NOTHING, has_environment=name == "higher_lower", has_template=True)
     assert effect_notices(RECIPES[name](), facts) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["eval", "m", "gsm8k", "--task.template", "x"], "eval: --task.template is for a file of your own"),
+        (
+            ["eval", "m", "gsm8k", "--task.num_held_out=3"],
+            "eval: --task.num-held-out is for a file of your own",
+        ),
+        (["eval", "m", "a.jsonl", "--task.split", "test"], "eval: --task.split: a FILE is evaluated whole"),
+        (["eval", "m", "a.jsonl", "--task.num-held-out", "3"], "a FILE is evaluated whole"),
+        (["eval", "m", "--template", "x"], "for the run's own task give --task.template"),
+        (["quantize", "m", "out", "--sequences", "3"], "--sequences needs --calibrate awq or gptq"),
+        (["quantize", "m", "out", "--sequence-tokens=3"], "--sequence-tokens needs --calibrate awq or gptq"),
+        (
+            ["export", "run", "out", "--calibration-tokens", "3"],
+            "--calibration-tokens needs --as nvfp4 or mxfp4",
+        ),
+    ],
+)
+def test_an_option_that_another_rules_out_is_refused(arguments, text):
+    with pytest.raises(UserError) as refused:
+        command(arguments)
+    assert text in str(refused.value)

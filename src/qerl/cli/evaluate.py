@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from qerl.cli.arguments import announce, expand, names_or_help, parse_options
@@ -23,6 +24,7 @@ A .jsonl, .json, .parquet or .csv FILE of your own is evaluated whole, with the 
   --reward NAME           same as --task.rewards: a built-in reward, or FILE.py:FUNCTION
 
 Without either, evaluate on the held-out rows of the run's own task."""
+_OF_SPLITS = ("--task.split", "--task.held-out-split", "--task.num-held-out")
 SHORT = {"--answer-column": "--task.answer-column", "--reward": "--task.rewards"}
 
 
@@ -35,9 +37,17 @@ def run(arguments: list[str]) -> None:
     source, files = names[0], [name for name in names[1:] if is_rows_file(name)]
     benchmarks = parse_benchmarks(name for name in names[1:] if name not in files)
     task_options = [long for long in SHORT.values() if any(a.partition("=")[0] == long for a in arguments)]
+    set_options = [a.partition("=")[0].replace("_", "-") for a in arguments if a.startswith("--")]
+    of_task = [option for option in set_options if option.startswith("--task.")]
     require(
-        not (benchmarks and not files and task_options),
-        f"eval: {' and '.join(task_options)} is for a file of your own; a named benchmark has its own",
+        not (benchmarks and not files and of_task),
+        f"eval: {' and '.join(of_task)} is for a file of your own; a named benchmark has its own",
+    )
+    of_split = [option for option in set_options if option in _OF_SPLITS]
+    require(not (files and of_split), f"eval: {' and '.join(of_split)}: a FILE is evaluated whole")
+    require(
+        bool(names[1:]) or "--template" not in set_options,
+        "eval: --template is for a benchmark or a FILE; for the run's own task give --task.template",
     )
     config = read_run_config(source)
     if config is not None:  # a folder from elsewhere must not lower this machine's guard
@@ -65,9 +75,10 @@ def run(arguments: list[str]) -> None:
     if config is None:
         from qerl.tasks.known_rows import with_known_defaults  # imports torch, which takes seconds
 
-        has_rewards = "--task.rewards" in task_options
+        notice, has_rewards = partial(announce, file=sys.stderr), "--task.rewards" in task_options
         file_tasks = {
-            name: with_known_defaults(task, keeps_rewards=has_rewards) for name, task in file_tasks.items()
+            name: with_known_defaults(task, notice, keeps_rewards=has_rewards)
+            for name, task in file_tasks.items()
         }
     from rich.console import Console
 
