@@ -8,7 +8,8 @@
     except E: pass
 
 An assertion on a constant (`assert True`, `assert (x, "message")`) is none. A failed one counts if the test
-catches it, too. This file imports the standard library only: it runs in the child (child.py) too.
+catches it, too. Each function with assertions first says that
+it has been entered. This file imports the standard library only: it runs in the child (child.py) too.
 """
 
 import ast
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 RAN, FAILED, CHECKED, CONTEXT = "__ran__", "__failed__", "__checked__", "__context__"
+ENTERED = "__entered__"
 _RAISING = ("raises", "warns", "deprecated_call")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ALWAYS_TRUE = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Lambda, ast.JoinedStr)
@@ -26,10 +28,31 @@ class Instrument(ast.NodeTransformer):
 
     def __init__(self, tree: ast.Module, names: Iterable[str]):
         """names: the program's, of which a function is no assertion, whatever its name."""
-        self.num_places = 0
+        self.num_places = self._num_own = 0
+        self.functions: dict[int, str] = {}
+        """First line and name of the functions with assertions of their own that have to be entered: those
+        named like tests, and those that the text does not refer to, so that only pytest or unittest could
+        call them."""
+        self._referred = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        self._referred |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         self._function_names = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)} | {
             *names
         }
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        outer, self._num_own = self._num_own, 0
+        self.generic_visit(node)
+        has_own, self._num_own = self._num_own > 0, outer
+        is_special = node.name.startswith("__") and node.name.endswith("__")
+        if has_own and not is_special and (node.name.startswith("test") or node.name not in self._referred):
+            line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            self.functions[line] = node.name
+            has_text = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+            call = ast.Call(ast.Name(ENTERED, ast.Load()), [ast.Constant(line)], [])
+            node.body.insert(has_text, self._placed(ast.Expr(call), node))
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)
@@ -58,7 +81,7 @@ class Instrument(ast.NodeTransformer):
         is_assertion = name.startswith("assert") or (name in _RAISING and len(node.args) > 1)
         if name in self._function_names or not (is_assertion or name == "fail"):
             return node
-        self.num_places += is_assertion
+        self._count(is_assertion)
         node.func = self._placed(ast.Call(ast.Name(CHECKED, ast.Load()), [node.func], []), node)
         return node
 
@@ -67,7 +90,7 @@ class Instrument(ast.NodeTransformer):
             call = item.context_expr
             name = name_of(call.func) if isinstance(call, ast.Call) else ""
             if name.startswith(("assert", *_RAISING)) and name not in self._function_names:
-                self.num_places += 1
+                self._count(1)
                 item.context_expr = self._placed(ast.Call(ast.Name(CONTEXT, ast.Load()), [call], []), call)
             else:
                 self.visit(item)
@@ -81,8 +104,12 @@ class Instrument(ast.NodeTransformer):
             handler.body.insert(0, self._ran(handler))
         return node
 
+    def _count(self, num_places: int) -> None:
+        self.num_places += num_places
+        self._num_own += num_places
+
     def _ran(self, node: ast.AST) -> ast.Expr:
-        self.num_places += 1
+        self._count(1)
         return self._call(RAN, node)
 
     def _call(self, name: str, node: ast.AST) -> ast.Expr:

@@ -1,24 +1,35 @@
 """Stand in for pytest in the process of a test: the parts of it that tests of programs use.
 
 pytest itself need not be installed, takes longer to import than a test takes, and writes files. A test that
-uses any other part is refused before the run starts (test_script.py).
+uses another part is refused, before the run starts if its text shows it (script.py), else when it runs.
 """
 
-import contextlib
+import dataclasses
 import inspect
 import io
-import math
 import re
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-NAMES = ("raises", "warns", "approx", "fixture", "mark", "param", "fail", "skip", "main")
-FIXTURES = ("candidate", "capsys")
-"""Fixtures that a test need not define: the function that entry_point names, and pytest's capsys."""
+import pytest_names
+from approximate import approx as approx
+
+SCOPES = ("session", "package", "module", "class", "function")
+refusals: list[str] = []
+"""What the test has done that is not supported; also if it has caught the exception."""
+
+
+class Refused(BaseException):
+    """Raised by what would make the verdict differ from pytest's."""
+
+
+def refuse(what: str) -> NoReturn:
+    """Refuse the row: "uses pytest.mark.xfail"."""
+    refusals.append(what)
+    raise Refused(what)
 
 
 class Failed(AssertionError):
@@ -29,15 +40,15 @@ class Skipped(Exception):
     """Raised by skip."""
 
 
-def fail(reason: str = "", **options: Any) -> None:
+def fail(reason: str = "", pytrace: bool = True) -> NoReturn:
     raise Failed(reason)
 
 
-def skip(reason: str = "", **options: Any) -> None:
+def skip(reason: str = "", *, allow_module_level: bool = False) -> NoReturn:
     raise Skipped(reason)
 
 
-def main(*arguments: Any) -> int:
+def main(*arguments: Any, **options: Any) -> int:
     """Do nothing: the tests run once the module has."""
     return 0
 
@@ -47,168 +58,213 @@ class _Raised:
 
     value: Any = None
     type: Any = None
+    tb: Any = None
 
-    def match(self, pattern: str) -> bool:
+    def __init__(self, expected: Any, match: Any = None, check: Any = None):
+        self._expected, self._match, self._check = expected, match, check
+
+    def __enter__(self) -> "_Raised":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if kind is None:
+            raise Failed(f"nothing raised {self._expected}")
+        if not issubclass(kind, self._expected):
+            return False
+        self.value, self.type, self.tb = error, kind, trace
+        if self._match is not None:
+            self.match(self._match)
+        if self._check is not None and not self._check(error):
+            raise Failed("check returned False")
+        return True
+
+    @property
+    def typename(self) -> str:
+        return self.type.__name__
+
+    def match(self, pattern: Any) -> bool:
         if not re.search(pattern, str(self.value)):
             raise Failed(f"{pattern!r} is not in {str(self.value)!r}")
         return True
 
+    def exconly(self, tryshort: bool = False) -> str:
+        return f"{self.typename}: {self.value}"
 
-def raises(expected: Any, *call: Any, match: str | None = None, **keywords: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        refuse(f"uses {name} of the result of pytest.raises")
+
+
+def raises(expected: Any, *call: Any, **options: Any) -> Any:
     if not call:
-        return _raises(expected, match)
-    with _raises(expected, match) as raised:
-        call[0](*call[1:], **keywords)
+        return _Raised(expected, **options)
+    with _Raised(expected) as raised:
+        call[0](*call[1:], **options)
     return raised
 
 
-@contextlib.contextmanager
-def _raises(expected: Any, match: str | None) -> Iterator[_Raised]:
-    raised = _Raised()
-    try:
-        yield raised
-    except expected as error:
-        raised.value, raised.type = error, type(error)
-    else:
-        raise Failed(f"nothing raised {expected}")
-    if match is not None:
-        raised.match(match)
+class _Warned(warnings.catch_warnings):
+    """Records warnings; at its end one must fit."""
 
+    def __init__(self, expected: Any, match: Any = None):
+        super().__init__(record=True)
+        self._expected, self._match = expected, match
+        self.list: list[Any] = []
 
-@contextlib.contextmanager
-def warns(expected: Any = Warning, *, match: str | None = None) -> Iterator[list[Any]]:
-    with warnings.catch_warnings(record=True) as caught:
+    def __enter__(self) -> "_Warned":  # type: ignore[override]
+        recorded: Any = super().__enter__()
+        self.list = recorded
         warnings.simplefilter("always")
-        yield caught
-    fitting = [each for each in caught if issubclass(each.category, expected)]
-    if not any(match is None or re.search(match, str(each.message)) for each in fitting):
-        raise Failed(f"nothing warned of {expected}")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is not None:
+            return
+        fitting = [each for each in self.list if issubclass(each.category, self._expected)]
+        if not any(self._match is None or re.search(self._match, str(each.message)) for each in fitting):
+            raise Failed(f"nothing warned of {self._expected}")
+        for each in self.list:
+            if each not in fitting:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+    def __len__(self) -> int:
+        return len(self.list)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.list[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.list)
+
+    def pop(self, category: Any = Warning) -> Any:
+        return self.list.pop(
+            next(i for i, each in enumerate(self.list) if issubclass(each.category, category))
+        )
 
 
-class approx:
-    """Equals a number, or a list, tuple or dict of numbers, within a relative and an absolute tolerance."""
-
-    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None):
-        self.expected = expected
-        self._rel = rel if rel is not None else 0.0 if abs is not None else 1e-6
-        self._abs = 1e-12 if abs is None else abs
-
-    def __eq__(self, value: object) -> bool:
-        return self._is_close(value, self.expected)
-
-    def _is_close(self, value: Any, expected: Any) -> bool:
-        if hasattr(expected, "tolist"):  # of NumPy
-            value, expected = getattr(value, "tolist", lambda: value)(), expected.tolist()
-        if isinstance(expected, dict):
-            same = isinstance(value, dict) and value.keys() == expected.keys()
-            return same and all(self._is_close(value[key], expected[key]) for key in expected)
-        if isinstance(expected, list | tuple):
-            same = isinstance(value, list | tuple) and len(value) == len(expected)
-            return same and all(map(self._is_close, value, expected))
-        if type(value) not in (int, float) or isinstance(expected, bool):
-            return type(value) is type(expected) and value == expected
-        return math.isclose(value, expected, rel_tol=self._rel, abs_tol=self._abs)
+def warns(expected: Any = Warning, *call: Any, **options: Any) -> Any:
+    if not call:
+        return _Warned(expected, **options)
+    with _Warned(expected):
+        return call[0](*call[1:], **options)
 
 
-class _Mark:
-    """mark.parametrize, mark.skip and mark.skipif act; other marks do nothing."""
+class Mark(NamedTuple):
+    """Mark("skipif", (True,), {"reason": "later"})"""
 
-    @staticmethod
-    def parametrize(names: Any, values: Any, **options: Any) -> Callable[[Any], Any]:
-        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        cases = []
-        for value in values:
-            value = value.values if isinstance(value, param) else (value,) if len(names) == 1 else value
-            cases.append(dict(zip(names, value, strict=True)))
-        return lambda test: _marked(test, parameters=[cases, *getattr(test, "parameters", [])])
-
-    @staticmethod
-    def skipif(condition: Any = True, **options: Any) -> Callable[[Any], Any]:
-        return lambda test: _marked(test, is_skipped=True) if condition else test
-
-    @staticmethod
-    def skip(*reason: Any, **options: Any) -> Any:
-        mark = lambda test: _marked(test, is_skipped=True)  # noqa: E731
-        return mark(reason[0]) if reason and callable(reason[0]) else mark
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *test, **options: test[0] if test and callable(test[0]) else lambda test: test
+    name: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
 
 
-mark = _Mark()
+class MarkDecorator:
+    def __init__(self, mark: Mark):
+        self.mark = mark
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if len(arguments) == 1 and not options:
+            (marked,) = arguments
+            function = getattr(marked, "__func__", marked)
+            is_function = callable(function) and getattr(function, "__name__", "<lambda>") != "<lambda>"
+            if inspect.isclass(marked) or is_function:
+                function.pytestmark = [*own_marks(function), self.mark]
+                return marked
+        name, before, given = self.mark
+        return MarkDecorator(Mark(name, before + arguments, given | options))
 
 
-def _marked(test: Any, **marks: Any) -> Any:
-    for name, value in marks.items():
-        setattr(test, name, value)
-    return test
+class _Marks:
+    def __getattr__(self, name: str) -> MarkDecorator:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in pytest_names.REFUSED_MARKS:
+            refuse(f"uses pytest.mark.{name}")
+        return MarkDecorator(Mark(name, (), {}))
 
 
-class param:
-    def __init__(self, *values: Any, **options: Any):
+mark = _Marks()
+
+
+def own_marks(marked: Any) -> list[Mark]:
+    """Return the marks of a function, class or module, without those of a class's bases."""
+    marks = vars(marked).get("pytestmark", []) if hasattr(marked, "__dict__") else []
+    return [getattr(each, "mark", each) for each in (marks if isinstance(marks, list | tuple) else [marks])]
+
+
+class Param:
+    def __init__(self, values: tuple[Any, ...], marks: Any):
         self.values = values
+        self.marks = [each.mark for each in (marks if isinstance(marks, list | tuple | set) else [marks])]
 
 
-def fixture(function: Any = None, *, autouse: bool = False, **options: Any) -> Any:
-    if function is None:
-        return lambda function: fixture(function, autouse=autouse)
-    return _marked(function, is_fixture=True, is_used_always=autouse)
+def param(*values: Any, marks: Any = (), id: Any = None) -> Param:
+    return Param(values, marks)
 
 
-def cases_of(test: Any) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of each case of a parametrized test; none for a skipped one."""
-    if not getattr(test, "is_skipped", False):
-        for cases in product(*getattr(test, "parameters", [])):
-            yield {name: value for case in cases for name, value in case.items()}
+@dataclasses.dataclass(eq=False)
+class Fixture:
+    """What `@fixture` makes of a function; also a setup function of a module or class."""
+
+    function: Any
+    scope: str = "function"
+    params: list[Any] | None = None
+    autouse: bool = False
+    name: str | None = None
+
+    def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
+        refuse("calls a fixture directly")
 
 
-def required(function: Any) -> list[str]:
-    """Return the parameters of a function that have no default."""
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [p.name for p in named if p.default is p.empty and p.name != "self"]
+def fixture(
+    function: Any = None,
+    *,
+    scope: Any = "function",
+    params: Any = None,
+    autouse: bool = False,
+    ids: Any = None,
+    name: str | None = None,
+) -> Any:
+    if scope not in SCOPES:
+        refuse(f"uses a fixture of scope {scope!r}")
+
+    def made(function: Callable[..., Any]) -> Fixture:
+        return Fixture(function, scope, None if params is None else list(params), autouse, name)
+
+    return made if function is None else made(function)
 
 
-class Fixtures(contextlib.ExitStack):
-    """The fixtures of one test, by name; leaving it runs what follows their yield."""
-
-    def __init__(self, known: dict[str, Any]):
-        super().__init__()
-        self._known, self._made = known, {}
-        for name, function in known.items():
-            if getattr(function, "is_used_always", False):
-                self.value(name)
-
-    def arguments(self, function: Any) -> dict[str, Any]:
-        return {name: self.value(name) for name in required(function)}
-
-    def value(self, name: str) -> Any:
-        if name not in self._made:
-            made = self._known[name]
-            if inspect.isgeneratorfunction(made):
-                made = self.enter_context(contextlib.contextmanager(made)(**self.arguments(made)))
-            elif getattr(made, "is_fixture", False):
-                made = made(**self.arguments(made))
-            self._made[name] = made
-        return self._made[name]
+class Captured(NamedTuple):
+    out: str
+    err: str
 
 
 def capsys() -> Iterator[Any]:
-    """Yield what pytest's capsys does: readouterr() returns the text since its last call."""
-    stdout, sys.stdout = sys.stdout, io.StringIO()
+    """Yield what pytest's capsys does: readouterr() returns the texts since its last call."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
-    def readouterr() -> Any:
-        text, sys.stdout = sys.stdout.getvalue(), io.StringIO()  # type: ignore[attr-defined]
-        return types.SimpleNamespace(out=text, err="")
+    def readouterr() -> Captured:
+        texts = Captured(sys.stdout.getvalue(), sys.stderr.getvalue())  # type: ignore[attr-defined]
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        return texts
 
     try:
         yield types.SimpleNamespace(readouterr=readouterr)
     finally:
-        sys.stdout = stdout
+        sys.stdout, sys.stderr = before
 
 
 def module() -> types.ModuleType:
-    """Return a module with the names of pytest that there are."""
+    """Return a module with the names of pytest that there are; another one refuses the row."""
     made = types.ModuleType("pytest")
-    vars(made).update({name: globals()[name] for name in NAMES})
+    vars(made).update({name: globals()[name] for name in pytest_names.NAMES})
+    vars(made)["__getattr__"] = _missing
     return made
+
+
+def _missing(name: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    refuse(f"uses pytest.{name}")

@@ -98,8 +98,8 @@ def run_call(program: str, function: str, arguments: list[Any], limits: Limits) 
 
 
 def run_test(program: str, test: Script, limits: Limits) -> bool:
-    """Return True if the test passes; raise ValueError if it gives the program an object that cannot leave
-    its own process."""
+    """Return True if the test passes; raise ValueError if it does what is not supported, such as giving the
+    program an object that cannot leave its own process, or has assertions that never run."""
     sockets = socket.socketpair()
     deadline = time.monotonic() + limits.deadline_s
     with sockets[0], sockets[1], ExitStack() as stack:
@@ -111,7 +111,7 @@ def run_test(program: str, test: Script, limits: Limits) -> bool:
         output = _read(dict.fromkeys((tester, server), _RESULT_BYTES), deadline)
         outcome = _check(output[tester], deadline)[1:].decode(errors="replace")
         if outcome.startswith("refused "):
-            raise ValueError(f"the test gives the program a {outcome.removeprefix('refused ')} of its own")
+            raise ValueError(f"the test {outcome.removeprefix('refused ')}"[:500])
         return bool(_check(output[server], deadline)) and outcome == "passed"
 
 

@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from qerl.tasks.code import assertions, pytest_stub
+from qerl.tasks.code import assertions, pytest_names
 
 _LIBRARY = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "pytest": "pytest"}
 _LIBRARY |= {name: f"math:{name}" for name in ("isclose", "sqrt")}
@@ -173,16 +173,45 @@ def _refuse_unsupported(tree: ast.Module) -> None:
             used = [alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute) and assertions.name_of(node.value) == "pytest":
             used = [node.attr]
-        if missing := [name for name in used if name not in pytest_stub.NAMES]:
-            raise ValueError(f"the test uses pytest.{missing[0]}; there are: {', '.join(pytest_stub.NAMES)}")
+        if missing := [name for name in used if name not in pytest_names.NAMES]:
+            raise ValueError(f"the test uses pytest.{missing[0]}; there are: {', '.join(pytest_names.NAMES)}")
+        if refused := {*_named(node)} & pytest_names.REFUSED_NAMES.keys():
+            name = min(refused)
+            raise ValueError(f"the test has {name}: {pytest_names.REFUSED_NAMES[name]}")
+        if isinstance(node, ast.Attribute) and node.attr in pytest_names.REFUSED_MARKS:
+            raise ValueError(f"the test uses pytest.mark.{node.attr}, which is not supported")
+        if isinstance(node, ast.Module | ast.ClassDef) and (again := _defined_again(node.body)):
+            raise ValueError(f"the test defines {again} twice, of which only the last would run")
         if has_mocks and (name := _mock(node)):
             raise ValueError(f"the test uses {name}, which does not reach the program in its own process")
     made = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and node.decorator_list}
-    if missing := _fixture_names(tree) - made - set(pytest_stub.FIXTURES):
+    made |= {str(word.value.value) for word in _words(tree, "name") if isinstance(word.value, ast.Constant)}
+    if missing := _fixture_names(tree) - made - set(pytest_names.FIXTURES):
         raise ValueError(
             f"the test needs the fixture {min(missing)}; besides its own there are:"
-            f" {', '.join(pytest_stub.FIXTURES)}"
+            f" {', '.join(pytest_names.FIXTURES)}"
         )
+
+
+def _words(tree: ast.AST, name: str) -> Iterator[ast.keyword]:
+    """Yield the arguments that are given by this name."""
+    return (word for call in _calls(tree) for word in call.keywords if word.arg == name)
+
+
+def _named(node: ast.AST) -> list[str]:
+    """Return the names that a definition, an assignment, an import or an attribute has."""
+    if isinstance(node, _Definition):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.name for alias in node.names] + _modules(node)
+    return [name] if (name := getattr(node, "attr", None) or getattr(node, "id", None)) else []
+
+
+def _defined_again(body: list[ast.stmt]) -> str | None:
+    """Return the name of a test that is defined more than once."""
+    names = [node.name for node in body if isinstance(node, _Definition)]
+    tests = (name for name in names if name.startswith(("test", "Test")))
+    return next((name for name in tests if names.count(name) > 1), None)
 
 
 def _mock(node: ast.AST) -> str | None:

@@ -1,8 +1,9 @@
 """Run a test in a process of its own, which the program cannot reach, and say if it passed.
 
-A text of tests is a module: it runs under the name __main__, then its unittest.TestCase classes, its
-functions and its classes named like tests, in pytest's manner. It has passed if nothing failed, the program's
-process was there to the end, and at least one assertion of the text ran (assertions.py).
+A text of tests is a module: it runs under the name __main__, then its tests in pytest's manner
+(test_items.py). It has passed if nothing failed, the program's process was there to the end, at least one
+assertion of the text ran (assertions.py), and each function with assertions that had to be entered was. If
+one was not, or if the text does what is not supported, its row is refused: the verdict would say nothing.
 
 This file and those that it imports import the standard library only.
 """
@@ -17,16 +18,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest_stub
-from assertions import CHECKED, CONTEXT, FAILED, RAN, Instrument
+import test_items
+from assertions import CHECKED, CONTEXT, ENTERED, FAILED, RAN, Instrument
+from collect import collect, real
 from remote_value import Connection, RemoteValue
 
 
 class _Assertions:
-    """Counts of the assertions that ran and that failed; `names` are what the rewritten test calls."""
+    """Counts of the assertions that ran and that failed, and lines of the functions that were entered;
+    `names` are what the rewritten test calls."""
 
     def __init__(self):
         self.num_passed = self.num_failed = 0
+        self.entered: set[int] = set()
+        self.skipped: set[int] = set()
         self.names = {RAN: self.ran, FAILED: self.failed, CHECKED: self.checked, CONTEXT: self.context}
+        self.names |= {ENTERED: self.entered.add}
 
     def ran(self) -> None:
         self.num_passed += 1
@@ -47,6 +54,11 @@ class _Assertions:
 
     def context(self, manager: Any) -> Any:
         return manager if isinstance(manager, RemoteValue) else _Context(manager, self)
+
+    def missed(self, instrument: Instrument) -> list[str]:
+        """Return what should have been entered, and was neither entered nor skipped."""
+        never = instrument.functions.keys() - self.entered - self.skipped
+        return [f"never runs the assertions of {instrument.functions[line]}" for line in sorted(never)]
 
     def _noted(self, run: Callable[[], Any]) -> Any:
         try:
@@ -74,19 +86,24 @@ class _Context:
 
 def run_test(test: dict[str, Any], stream: Any) -> str:
     """Run {"text", "names", "imports", "candidate"} (script.py); return "passed", "failed", or "refused " and
-    the type of an object that the test cannot pass to the program."""
+    what it does that is not supported."""
     connection, assertions = Connection(stream), _Assertions()
+    missed: list[str] = []
     try:
-        _run(test, connection, assertions)
+        missed = _run(test, connection, assertions)
     except BaseException:
         assertions.failed()
     if connection.refused is not None:
-        return f"refused {connection.refused}"
-    is_passed = assertions.num_passed > 0 and assertions.num_failed == 0 and not connection.has_ended
-    return "passed" if is_passed else "failed"
+        return f"refused gives the program a {connection.refused} of its own"
+    if pytest_stub.refusals:
+        return f"refused {pytest_stub.refusals[0]}"
+    if assertions.num_passed == 0 or assertions.num_failed or connection.has_ended:
+        return "failed"
+    return f"refused {missed[0]}" if missed else "passed"
 
 
-def _run(test: dict[str, Any], connection: Connection, assertions: _Assertions) -> None:
+def _run(test: dict[str, Any], connection: Connection, assertions: _Assertions) -> list[str]:
+    """Run the test until something fails; return what it never ran."""
     module = types.ModuleType("__main__")
     names = vars(module)
     names |= {"math": math, **assertions.names}
@@ -99,8 +116,31 @@ def _run(test: dict[str, Any], connection: Connection, assertions: _Assertions) 
     if test["candidate"] is not None:
         names["candidate"] = _candidate(test["candidate"], connection)
     tree = ast.parse(test["text"])
-    _run_module(compile(Instrument(tree, test["names"]).visit(tree), "test.py", "exec"), names)
-    _run_tests(module)
+    instrument = Instrument(tree, test["names"])
+    _run_module(compile(instrument.visit(tree), "test.py", "exec"), names)
+    for outcome in run_items(module, assertions):
+        if outcome.result == test_items.FAILED:
+            raise AssertionError(outcome.name)
+    return assertions.missed(instrument)
+
+
+def run_items(module: types.ModuleType, assertions: _Assertions) -> Iterator[test_items.Outcome]:
+    """Run the tests of a module that has run, and yield their outcomes."""
+    is_entered = lambda function: not assertions.entered.isdisjoint(_lines(function))  # noqa: E731
+    for outcome in test_items.run(collect(module, vars(module).get("candidate"), is_entered), module):
+        assertions.skipped.update(_lines(outcome.not_run))
+        yield outcome
+
+
+def _lines(value: Any) -> list[int]:
+    """Return the first lines of the functions in a function or class."""
+    if inspect.isclass(value):
+        return [line for member in vars(value).values() for line in _lines(member)]
+    value = real(getattr(value, "__func__", value))
+    codes = [value.__code__] if isinstance(value, types.FunctionType) else []
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return [code.co_firstlineno for code in codes]
 
 
 class _Solution(types.ModuleType):
@@ -139,88 +179,5 @@ def _run_module(code: types.CodeType, names: dict[str, Any]) -> None:
     except SystemExit as end:
         if end.code:
             raise
-
-
-def _run_tests(module: types.ModuleType) -> None:
-    fixtures = {name: value for name, value in vars(module).items() if _is_fixture(value)}
-    known = {name: value for name, value in vars(module).items() if name in pytest_stub.FIXTURES}
-    known |= {"capsys": pytest_stub.capsys, **fixtures}
-    for name, value in list(vars(module).items()):
-        if getattr(value, "__module__", None) != "__main__" or name in fixtures:
-            continue
-        if isinstance(value, types.FunctionType) and name.startswith("test"):
-            _run_function(value, known)
-        elif isinstance(value, type) and _is_unittest(value):
-            _run_unittest(value)
-        elif isinstance(value, type) and name.startswith("Test"):
-            _run_class(value, known)
-
-
-def _is_fixture(value: Any) -> bool:
-    return getattr(value, "is_fixture", False) is True
-
-
-def _is_unittest(kind: type) -> bool:
-    unittest = sys.modules.get("unittest")
-    return unittest is not None and issubclass(kind, unittest.TestCase)
-
-
-def _run_unittest(kind: Any) -> None:
-    import unittest
-
-    result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
-    if not result.wasSuccessful() or result.expectedFailures:
-        raise AssertionError(f"{kind.__name__} failed")
-
-
-def _run_class(kind: type, known: dict[str, Any]) -> None:
-    """Run the methods named like tests, each on an object of its own."""
-    _call(kind, "setup_class")
-    for name in (name for name in dir(kind) if name.startswith("test")):
-        tested = kind()
-        methods = {each: getattr(tested, each) for each in dir(kind) if not each.startswith("__")}
-        fixtures = {each: method for each, method in methods.items() if _is_fixture(method)}
-        _call(tested, "setup_method", methods[name])
-        _run_function(methods[name], known | fixtures)
-        _call(tested, "teardown_method", methods[name])
-    _call(kind, "teardown_class")
-
-
-def _call(owner: Any, name: str, *arguments: Any) -> None:
-    """Call a method if there is one, with as many of the arguments as it takes."""
-    if (method := getattr(owner, name, None)) is not None:
-        method(*arguments[: len(inspect.signature(method).parameters)])
-
-
-def _run_function(test: Any, known: dict[str, Any]) -> None:
-    for case in pytest_stub.cases_of(test):
-        if not {*pytest_stub.required(test)} <= (known | case).keys():
-            return  # a function that the test's own code calls
-        try:
-            with pytest_stub.Fixtures(known | case) as fixtures:
-                _finish(test(**fixtures.arguments(test)))
-        except pytest_stub.Skipped:
-            continue
-
-
-def _finish(result: Any) -> None:
-    """Run what a test function returned: a coroutine, or a generator of the checks that it yields."""
-    if inspect.iscoroutine(result) or inspect.isasyncgen(result):
-        import asyncio  # takes longer than most tests
-
-        asyncio.run(result if inspect.iscoroutine(result) else _drained(result))
-    elif isinstance(result, Iterator):
-        for check, *arguments in map(_check_of, result):
-            _finish(check(*arguments))
-
-
-async def _drained(results: Any) -> None:
-    async for _ in results:
-        pass
-
-
-def _check_of(yielded: Any) -> tuple[Any, ...]:
-    """Return what a generator test yielded as (function, arguments...); of anything else, one that passes."""
-    parts = yielded if isinstance(yielded, tuple) else (yielded,)
-    return parts if parts and callable(parts[0]) else (lambda: None,)
+    except pytest_stub.Skipped:
+        pytest_stub.refuse("skips the whole module")
