@@ -268,14 +268,16 @@ RARE = (
     "def test_warns():\n    import warnings\n    with pytest.warns(UserWarning): warnings.warn('a')\n"
     "    assert f(2) == 4\n",
     "def test_silent():\n    with pytest.warns(UserWarning): f(2)\n",
-    "def test_prints(capsys):\n    print('a')\n    out, err = capsys.readouterr()\n    assert out == 'a\\n'\n",
+    "def test_prints(capsys):\n    print('a')\n    out, err = capsys.readouterr()\n"
+    "    assert out == 'a\\n'\n",
     "class TestSelf:\n    x = 0\n    def test_one(self):\n        self.x = 1\n        assert f(1) == 1\n"
     "    def test_two(self):\n        assert f(self.x) == 0\n",
     "test_data = [1, 2]\n",
     "class TestEnd(Exception): pass\n",
     "class Base:\n    def test_base(self):\n        LOG.append('base')\n        assert f(2) == 4\n"
     "class TestOne(Base):\n    def test_one(self):\n        LOG.append('one')\n        assert f(2) == 4\n",
-    "class Cases(unittest.TestCase):\n    def runTest(self):\n        LOG.append('run')\n        assert f(2) == 4\n",
+    "class Cases(unittest.TestCase):\n    def runTest(self):\n        LOG.append('run')\n"
+    "        assert f(2) == 4\n",
 )
 
 

@@ -158,10 +158,30 @@ def test_the_forms_of_data_sets():
     assert graded("def f(x): return x", check, entry_point="f") == 0.0
 
 
+SAME_OUTPUT = [
+    ("4", "4.0"), ("4.0", "4"), ("4.00\n-0.5", "4\n-.5"), ("1e3", "1000"), ("-0.0", "0.0"),
+    ("0.3333333333", "0.33333333333333"), ("1000000.5", "1000000.50"), ("+4.", "4.0"), ("yes 2", "yes 2.0"),
+    ("0.30000000000000004", "0.3"),
+]  # fmt: skip
+OTHER_OUTPUT = [
+    ("04", "4"), ("+4", "4"), ("4", "4.5"), ("4.1", "4"), ("4.0000001", "4"), ("0x4", "4"), ("4_0", "40.0"),
+    ("4 0", "4.0"), ("2.51", "2.5"), ("1000000.9", "1000000.5"), ("inf", "1e999"), ("1e999", "2e999"),
+    ("\u0664", "4.0"), ("4,0", "4.0"), ("1/2", "0.5"), ("4\n\n4", "4.0\n4"), ("nan", "nan.0"), ("y", "y.0"),
+    ("12345678901234567891", "12345678901234567890"),
+]  # fmt: skip
+
+
 def test_what_output_and_value_is_right():
     assert is_correct_output("1 2 \n3\n\n", "1 2\n3") and not is_correct_output("1 2 3", "1 2\n3")
+    for printed, expected in SAME_OUTPUT:
+        assert is_correct_output(printed, expected), (printed, expected)
+    for printed, expected in OTHER_OUTPUT:
+        assert not is_correct_output(printed, expected), (printed, expected)
     right = [((1, [2.0000001]), [1, [2]]), ({1: "a"}, {"1": "a"}), (5, [5]), ({(1, 2): 3}, {"(1, 2)": 3})]
+    right += [(4, 4.0), (4.0, 4), ([1, 2.5], [1.0, 2.5]), (10**17, 1e17), (0.1 + 0.2, 0.3), ((4,), [[4.0]])]
     wrong = [([5, 5], [5]), (True, 1), ("4", 4), (None, 0), ({1: {2}}, {"1": [2]}), (1.0, True), ({}, [])]
+    wrong += [(4, 4.5), (5, 4.0), (True, 1.0), ("4", 4.0), (10**17 + 1, 1e17), (float("nan"), float("nan"))]
+    wrong += [(1234567.5, 1234567), (1234567.25, 1234567.75), (1e9 + 0.5, 10**9), (float("inf"), 1e308)]
     assert [is_correct_value(encode(value), expected) for value, expected in right + wrong] == [
         *[True] * len(right),
         *[False] * len(wrong),

@@ -59,7 +59,9 @@ NOT_RUN = {
     "is not Python": ["assert f(2) = 4", "check(f", "\0"],
     "needs the fixture tmp_path": ["def test_a(tmp_path):\n    assert f(2) == 4"],
     "is not installed": ["from your_module import f\nassert f(2) == 4"],
-    "expectedFailure": [UNITTEST + "@unittest.expectedFailure\n    def test_a(self): self.assertEqual(f(0), 4)"],
+    "expectedFailure": [
+        UNITTEST + "@unittest.expectedFailure\n    def test_a(self): self.assertEqual(f(0), 4)"
+    ],
     "load_tests": [UNITTEST + "def test_a(self): self.assertEqual(f(2), 4)\ndef load_tests(*a): return a[1]"],
     "mark.xfail": ["import pytest\n@pytest.mark.xfail\ndef test_a():\n    assert f(2) == 5"],
     "assertLogs": [UNITTEST + "def test_a(self):\n        with self.assertLogs(): f(2)"],
@@ -108,7 +110,8 @@ REFUSED = {
     "never runs the assertions of check": ["def check_f(x):\n    assert f(2) == 4\n" + PASSES],
     "which unittest does not await": [
         UNITTEST + "async def test_b(self): assert f(2) == 5\n    def test_a(self): assert f(2) == 4",
-        UNITTEST + "def test_b(self):\n        yield\n        assert f(2) == 5\n    def test_a(self): assert f(2) == 4",
+        UNITTEST + "def test_b(self):\n        yield\n        assert f(2) == 5\n"
+        "    def test_a(self): assert f(2) == 4",
         UNITTEST + "async def setUp(self): assert f(2) == 5\n    def test_a(self): assert f(2) == 4",
     ],
     "callable but not a function": [
@@ -118,7 +121,9 @@ REFUSED = {
     "defines pytest_generate_tests": ["def pytest_generate_tests(metafunc): pass\n" + PASSES],
     "uses pytest.mark.xfail": ["import pytest\nm = pytest.mark\n@getattr(m, 'xfail')\n" + PASSES],
     "uses request.node": ["def test_a(request):\n    assert request.node and f(2) == 4"],
-    "calls a fixture directly": ["import pytest\n@pytest.fixture\ndef x(): return 2\ndef test_a(): assert f(x()) == 4"],
+    "calls a fixture directly": [
+        "import pytest\n@pytest.fixture\ndef x(): return 2\ndef test_a(): assert f(x()) == 4"
+    ],
     "needs the fixture y": [
         "import pytest\n@pytest.mark.parametrize('x', [2])\ndef test_b(x, y): assert f(x) == 4\n" + PASSES
     ],

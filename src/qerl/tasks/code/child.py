@@ -23,6 +23,7 @@ import os
 import socket
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -66,13 +67,15 @@ class _Server:
             message = json.loads(line)
             if "target" not in message:
                 return message
-            printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="replace", write_through=True)
-            try:
-                with contextlib.redirect_stdout(printed):
-                    answer = self._answer(**message)
-            except Exception as error:
-                answer = {"error": [[kind.__name__ for kind in type(error).__mro__], str(error)]}
-            self._send(answer | {"printed": printed.buffer.getvalue().decode()})
+            out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", "replace", write_through=True) for _ in "12")
+            with warnings.catch_warnings(record=True) as caught:
+                try:
+                    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                        answer = self._answer(**message)
+                except Exception as error:
+                    answer = {"error": _described(error)}
+            answer["printed"] = [text.buffer.getvalue().decode() for text in (out, err)]
+            self._send(answer | {"warned": [_described(each.message) for each in caught or ()]})
         raise SystemExit
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -120,6 +123,11 @@ class _Server:
         return self._loop.run(value)
 
 
+def _described(error: Any) -> list[Any]:
+    """Return [names of the class and of those it derives from, text]."""
+    return [[kind.__name__ for kind in type(error).__mro__], str(error)]
+
+
 def _listed(names: dict[str, Any]) -> dict[str, Any]:
     """Return what the test may ask for: names, functions that the program defines, and its exceptions."""
     public = {str(name): value for name, value in names.items() if not str(name).startswith("__")}
@@ -165,6 +173,9 @@ def main() -> None:
         os.write(result, json.dumps(encode(function(*decode(settings["arguments"])))).encode())
     elif mode == "serve":
         os.close(result)
+        warnings.simplefilter(
+            "default"
+        )  # those that the program itself does not ignore are the test's to see
         _Server(stream, _load(settings["source"], "sample"), encode, decode).run()
     elif run_test is not None:
         os.write(result, run_test(settings["test"], stream).encode())

@@ -8,6 +8,7 @@ import builtins
 import json
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,12 +56,18 @@ class Connection:
             send(self._stream, self._called(answer))
             answer = self._receive()
         try:
-            sys.stdout.write(str(answer.get("printed") or ""))
+            for stream, text in zip((sys.stdout, sys.stderr), answer["printed"], strict=True):
+                stream.write(str(text))
+            warned = [
+                warning for each in answer["warned"] if isinstance(warning := self._error(each), Warning)
+            ]
             error = self._error(answer["error"]) if "error" in answer else None
             value = decode(answer.get("value"), self._special)
             after = decode(answer.get("arguments"), self._special)
         except Exception as malformed:
             raise self._ended() from malformed
+        for warning in warned:
+            warnings.warn(warning, stacklevel=3)
         if error is not None:
             raise error
         if action == "call":

@@ -7,13 +7,17 @@
     cases        {"language": "python", "test_cases": [{"type": "stdin_stdout", "fn_name": None,
                  "input": "2\\n", "output": "4\\n"}]}, or the list     verifiable-coding-problems
 
-Each may be JSON in a string. Printed output is correct if it has the expected words, line by line. A value is
-correct if it equals the expected one, with tuples as lists and floats within 1e-6; as in APPS, a value that
-equals the only item of an expected list is correct too.
+Each may be JSON in a string. Printed output is correct if it has the expected words, line by line; a number
+may be spelled otherwise (4 for 4.0, as in LiveCodeBench). A value is correct if it equals the expected one,
+with tuples as lists; as in APPS, a value that equals the only item of an expected list is correct too. A
+number that is expected with a fraction or an exponent may differ by 1e-6, or by a part in 1e9 (APPS: by a
+part in 1e5); a float may differ from an expected integer by 1e-6.
 """
 
 import json
 import math
+import re
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from qerl.tasks.code.script import Script, read_script
@@ -100,9 +104,39 @@ def _parse_json(value: Any) -> Any:
         return value
 
 
+_DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?", re.ASCII)
+_INTEGER = re.compile(r"[-+]?\d+", re.ASCII)
+_MAX_DIGITS = 400
+_ABSOLUTE, _RELATIVE = 1e-6, 1e-9
+
+
 def is_correct_output(printed: str, expected: str) -> bool:
-    words = [[line.split() for line in text.strip().splitlines()] for text in (printed, expected)]
-    return words[0] == words[1]
+    lines = [[line.split() for line in text.strip().splitlines()] for text in (printed, expected)]
+    if lines[0] == lines[1]:
+        return True
+    return len(lines[0]) == len(lines[1]) and all(map(_is_same_line, *lines))
+
+
+def _is_same_line(words: list[str], expected: list[str]) -> bool:
+    return len(words) == len(expected) and all(map(_is_same_word, words, expected))
+
+
+def _is_same_word(word: str, expected: str) -> bool:
+    """True for equal words, and for numbers that are equal or, if a fraction is expected, close."""
+    if word == expected:
+        return True
+    if max(len(word), len(expected)) > _MAX_DIGITS or not (
+        _DECIMAL.fullmatch(word) and _DECIMAL.fullmatch(expected)
+    ):
+        return False
+    if _INTEGER.fullmatch(expected):
+        return not _INTEGER.fullmatch(word) and Decimal(word) == Decimal(expected)
+    is_finite = math.isfinite(float(expected))
+    return Decimal(word) == Decimal(expected) or (is_finite and _is_close(float(word), float(expected)))
+
+
+def _is_close(value: float, expected: float) -> bool:
+    return math.isclose(value, expected, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
 
 
 def is_correct_value(value: Any, expected: Any) -> bool:
@@ -124,10 +158,12 @@ def _is_equal(value: Any, expected: Any) -> bool:
             return False
         by_key, expected = {_json_key(k): v for k, v in content}, {str(k): v for k, v in expected.items()}
         return by_key.keys() == expected.keys() and all(_is_equal(by_key[k], expected[k]) for k in expected)
-    if isinstance(value, float) and type(expected) in (int, float):
-        return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-6)
+    if isinstance(value, float) and type(expected) is int:
+        return math.isclose(value, expected, rel_tol=0.0, abs_tol=_ABSOLUTE)
+    if isinstance(value, float) and type(expected) is float:
+        return _is_close(value, expected)
     if kind == "int":
-        return type(expected) is int and int(content, 16) == expected
+        return type(expected) in (int, float) and int(content, 16) == expected
     return type(value) is type(expected) and value == expected
 
 
