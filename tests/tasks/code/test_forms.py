@@ -65,6 +65,13 @@ NOT_RUN = {
     "load_tests": [UNITTEST + "def test_a(self): self.assertEqual(f(2), 4)\ndef load_tests(*a): return a[1]"],
     "mark.xfail": ["import pytest\n@pytest.mark.xfail\ndef test_a():\n    assert f(2) == 5"],
     "assertLogs": [UNITTEST + "def test_a(self):\n        with self.assertLogs(): f(2)"],
+    "its own assertions fails": [
+        "try:\n    assert f(2) == 4\nexcept AssertionError:\n    assert f(2) == 5",
+        "try:\n    assert f(2) == 4\nexcept:\n    assert f(2) == 5",
+        "import pytest\ndef test_a():\n    with pytest.raises(AssertionError): assert f(2) == 5",
+        UNITTEST + "def test_a(self):\n        with self.assertRaises(AssertionError):\n"
+        "            self.assertEqual(f(2), 5)",
+    ],
     "doctest": ["import doctest\nassert f(2) == 4\ndoctest.testmod()"],
     "defines test_a twice": ["def test_a():\n    assert f(2) == 5\ndef test_a():\n    assert f(2) == 4"],
     "uses pytest.importorskip": ["import pytest\npytest.importorskip('x')\nassert f(2) == 4"],

@@ -132,6 +132,37 @@ def is_unreachable_mark(node: ast.AST) -> bool:
     return _raises(node, "AssertionError") or (isinstance(node, ast.Call) and name_of(node.func) == "fail")
 
 
+def is_caught(node: ast.AST) -> bool:
+    """True for a block of which an assertion may fail without the test failing: a `try` whose handler asserts
+    something else, or a `with raises(AssertionError)`. A failed assertion counts all the same."""
+    if isinstance(node, ast.With):
+        calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
+        raised = [name_of(each) for call in calls if _is_raising(call) for each in call.args]
+        return "AssertionError" in raised and _has_assertion(node.body)
+    if not isinstance(node, ast.Try) or not _has_assertion(node.body):
+        return False
+    handlers = (each for each in node.handlers if _caught(each) & {"", "AssertionError", "Exception"})
+    return any(_has_assertion(each.body) for each in handlers)
+
+
+def _is_raising(call: ast.Call) -> bool:
+    return name_of(call.func).startswith(("assertRaises", "raises"))
+
+
+def _caught(handler: ast.ExceptHandler) -> set[str]:
+    """Return the names of the exceptions, "" for any."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return {"" if kind is None else name_of(kind) for kind in kinds}
+
+
+def _has_assertion(body: list[ast.stmt]) -> bool:
+    parts = [part for part in _parts(*body) if not is_unreachable_mark(part)]
+    calls = (part for part in parts if isinstance(part, ast.Call))
+    return any(isinstance(part, ast.Assert) for part in parts) or any(
+        name_of(call.func).startswith("assert") for call in calls
+    )
+
+
 def _raises(node: ast.AST, *names: str) -> bool:
     if not isinstance(node, ast.Raise) or node.exc is None:
         return False

@@ -182,6 +182,8 @@ def _refuse_unsupported(tree: ast.Module) -> None:
             raise ValueError(f"the test uses pytest.mark.{node.attr}, which is not supported")
         if isinstance(node, ast.Module | ast.ClassDef) and (again := _defined_again(node.body)):
             raise ValueError(f"the test defines {again} twice, of which only the last would run")
+        if assertions.is_caught(node):
+            raise ValueError("the test expects that one of its own assertions fails")
         if has_mocks and (name := _mock(node)):
             raise ValueError(f"the test uses {name}, which does not reach the program in its own process")
     made = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and node.decorator_list}
