@@ -76,7 +76,7 @@ class RewardPool:
         entries = [] if agent else list(functions) or list(config.rewards)
         functions = [resolve(each, config) if isinstance(each, str) else each for each in entries]
         named = functions if agent is None else [agent]
-        self.sources = function_sources(named)
+        self.sources, self._unknown_state = function_sources(named)
         """SHA-256 of what each function is made of, by name; none for built-in ones."""
         weights = list(config.reward_weights if agent is None else ()) or [1.0] * len(functions)
         if len(weights) != len(functions):
@@ -109,9 +109,11 @@ class RewardPool:
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the log: which sandbox the reward code uses."""
+        """Lines for the log: which sandbox the reward code uses, and state of which no hash can be made."""
         notices = (getattr(function, "notice", None) for function in self._functions)
-        return [text for text in notices if isinstance(text, str)]
+        unknown = ", ".join(self._unknown_state[:5]) + ", ..." * (len(self._unknown_state) > 5)
+        state = f"a resumed run cannot tell whether these of the reward have changed: {unknown}"
+        return [*(text for text in notices if isinstance(text, str)), *([state] if unknown else [])]
 
     @property
     def own_judges(self) -> list[OwnJudge]:
