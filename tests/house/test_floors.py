@@ -49,7 +49,7 @@ SIZES = {  # lines of each package when it was last looked at
     "learner": 3314,
     "models": 10497,
     "serve": 4950,
-    "tasks": 8029,
+    "tasks": 9164,
     "tracking": 3185,
     "training": 4374,
     "trl": 2280,

@@ -34,7 +34,7 @@ class Sources(NamedTuple):
     hashes: dict[str, str]
     """{"reward even (even.py)": SHA-256} of what each function is made of."""
     unknown: list[str]
-    """What could not be read: "even.client (a Client)"."""
+    """Objects whose state was not read: "even.client (a Client)"."""
 
 
 def function_sources(functions: Sequence[Callable[..., Any]]) -> Sources:
@@ -109,8 +109,8 @@ class _SourceReader:
             if not is_main:
                 self._read_module(function.__globals__)
             self.texts.append(_source_or_code(function) if is_main else function.__qualname__)
-            given = [function.__defaults__, function.__kwdefaults__, vars(function)]
-            self._add(given, place, of=function)
+            values = [function.__defaults__, function.__kwdefaults__, vars(function)]
+            self._add(values, place, of=function)
             self._read_globals(function, place)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a cell that is still empty

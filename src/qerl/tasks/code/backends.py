@@ -120,8 +120,8 @@ def _temporary_folder(child: Path) -> Iterator[Box]:
 
 
 def _remove_in_background(folder: str) -> None:
-    """Remove a folder that is not empty, without waiting: a program can make so many folders in its time that
-    to remove them takes longer (3 s for 200,000 of them), which would not be in its deadline. The shell has a
+    """Remove a folder that is not empty, without waiting: removing the folders that a program can make in its
+    time may take longer than its deadline (3 s for 200,000 of them). The shell has a
     session of its own, so that the end of this process does not end it."""
     command = ["nice", "sh", "-c", f"({_REMOVE}) </dev/null >/dev/null 2>&1 &", folder]
     subprocess.run(command, start_new_session=True, check=False)

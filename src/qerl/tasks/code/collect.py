@@ -55,7 +55,7 @@ class UnittestClass(NamedTuple):
     name: str
     kind: Any
     names: list[str]
-    """Of its tests."""
+    """Names of its tests."""
     marks: list[Mark]
 
 
@@ -87,12 +87,12 @@ class _Collector:
     def of_owner(self, owner: Any, owners: tuple[type, ...]) -> Iterator[Test | UnittestClass]:
         """Yield the tests of a module or class: those of bases first, each in the order of definition."""
         seen: set[str] = set()
-        found: list[list[Test | UnittestClass]] = []
+        tests_by_scope: list[list[Test | UnittestClass]] = []
         for scope in [kind.__dict__ for kind in owner.__mro__] if owners else [vars(owner)]:
             new = [(name, value) for name, value in list(scope.items()) if name not in seen]
             seen |= scope.keys()
-            found.append([test for name, value in new for test in self._tests(name, value, owners)])
-        for tests in reversed(found):
+            tests_by_scope.append([test for name, value in new for test in self._tests(name, value, owners)])
+        for tests in reversed(tests_by_scope):
             yield from tests
 
     def _tests(self, name: str, value: Any, owners: tuple[type, ...]) -> Iterator[Test | UnittestClass]:
@@ -131,8 +131,8 @@ class _Collector:
         names = [each for each in names if getattr(getattr(kind, each), "__test__", True)]
         if not names and getattr(kind, "runTest", None) is not None:
             names = ["runTest"]
-        own = (chain for each, chain in self._known.items() if SETUP not in each)
-        if any(made.autouse for chain in own for made in chain):
+        fixtures = (chain for each, chain in self._known.items() if SETUP not in each)
+        if any(made.autouse for chain in fixtures for made in chain):
             refuse(f"has an autouse fixture and the class {name} of unittest")
         if getattr(kind, "__unittest_expecting_failure__", False):
             refuse(f"has {name}, which is expected to fail")
@@ -167,7 +167,7 @@ class _Collector:
         of_owners = [mark for kind in reversed(owners) for base in kind.__mro__ for mark in own_marks(base)]
         marks = [*own_marks(function), *of_owners, *self._marks]
         sets = [_parameter_set(mark) for mark in marks if mark.name == "parametrize"]
-        given = [each for one in sets for each in one.names]
+        parameters = [each for one in sets for each in one.names]
         direct = {each for one in sets for each in one.names if each not in one.indirect}
         used = [each for mark in marks if mark.name == "usefixtures" for each in mark.arguments]
         names = closure(known, [*used, *_needed(function, owners, name)], direct)
@@ -175,14 +175,14 @@ class _Collector:
             if not marks and self._is_entered(function):
                 return  # a function that the test's own code has called
             refuse(f"has {name}, which needs the fixture {missing[0]}")
-        if len(given) != len({*given}) or not {*given} <= {*names}:
+        if len(parameters) != len({*parameters}) or not {*parameters} <= {*names}:
             refuse(f"has {name} with parameters that it does not take, or takes twice")
         order = [each for each in names if each not in direct]
-        sets = [*_fixture_params(known, order, {*given}), *sets]
+        sets = [*_fixture_params(known, order, {*parameters}), *sets]
         if sets and isinstance(function, functools.partial):
             refuse(f"has {name}, a partial with parameters")
-        own = [made for each, chain in of_class.items() if SETUP not in each for made in chain]
-        test = Test(name, function, self._module, owners, known=known, own_fixtures=own, names=order)
+        of_kind = [made for each, chain in of_class.items() if SETUP not in each for made in chain]
+        test = Test(name, function, self._module, owners, known=known, own_fixtures=of_kind, names=order)
         for case in product(*(one.values for one in sets)):
             more = [mark for values in case for mark in values.marks]
             yield _with_case(
@@ -226,18 +226,18 @@ def _needed(function: Any, owners: tuple[type, ...], name: str) -> list[str]:
     return required(function)[0 if is_plain else 1 :]
 
 
-def _fixture_params(known: Known, names: list[str], given: set[str]) -> list[ParameterSet]:
-    """Return the params of fixtures that parametrize has not given any; refuse those of wider scopes, for
+def _fixture_params(known: Known, names: list[str], parameters: set[str]) -> list[ParameterSet]:
+    """Return the params of fixtures that parametrize has set none; refuse those of wider scopes, for
     which pytest changes the order of tests."""
     sets = []
     for name in names:
         chain = known.get(name, [])
         made = chain[-1] if chain else None
-        if len(chain) > 1 and (name in given or any(each.params is not None for each in chain)):
+        if len(chain) > 1 and (name in parameters or any(each.params is not None for each in chain)):
             refuse(f"has params of the fixture {name}, which another one replaces")
-        if made is not None and (made.params is not None or name in given) and made.scope != "function":
+        if made is not None and (made.params is not None or name in parameters) and made.scope != "function":
             refuse(f"has the fixture {name} with params and scope {made.scope}")
-        if made is not None and made.params is not None and name not in given:
+        if made is not None and made.params is not None and name not in parameters:
             values = [_as_param(each, is_single=True) for each in made.params]
             sets.append(ParameterSet((name,), values or _skipped(1), {name}))
     return sets

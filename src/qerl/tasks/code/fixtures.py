@@ -45,19 +45,19 @@ def required(function: Any) -> list[str]:
 @functools.cache
 def fixtures_of(owner: Any) -> Known:
     """Return the fixtures of a module or class, in pytest's order: setup functions, then by name."""
-    found: Known = {}
+    fixtures: Known = {}
     for level in ("class", "method") if inspect.isclass(owner) else ("module", "function"):
         before, after = (_first(owner, names) for names in _SETUPS[level])
         if before or after:
             scope = "function" if level == "method" else level
             made = Fixture(_setup(level, owner, before, after), scope, autouse=True)
-            found[f"{level}{SETUP}{getattr(owner, '__qualname__', '')}"] = [made]
+            fixtures[f"{level}{SETUP}{getattr(owner, '__qualname__', '')}"] = [made]
     for name in dir(owner):
         made = inspect.getattr_static(owner, name)
         if isinstance(made, Fixture):
             _check_plain(made.function, f"the fixture {name}")
-            found[made.name or name] = [made]
-    return found
+            fixtures[made.name or name] = [made]
+    return fixtures
 
 
 def _check_plain(function: Any, what: str) -> None:
@@ -189,17 +189,17 @@ def _finish(steps: Any) -> None:
         raise ValueError("the fixture yields more than once")
 
 
-def closure(known: Known, names: Iterable[str], given: Iterable[str]) -> list[str]:
-    """Return these names and those that their fixtures need, wider scopes first; given: names that are
-    parameters, for which no fixture is made."""
+def closure(known: Known, names: Iterable[str], parameters: Iterable[str]) -> list[str]:
+    """Return these names and those that their fixtures need, wider scopes first; parameters: names for
+    which no fixture is made."""
     waiting = [*(name for name, chain in known.items() if chain[-1].autouse), *names]
-    found: list[str] = []
+    fixtures: list[str] = []
     while waiting:
         name = waiting.pop(0)
-        if name not in found:
-            found.append(name)
-            made = known.get(name, []) if name not in given else []
+        if name not in fixtures:
+            fixtures.append(name)
+            made = known.get(name, []) if name not in parameters else []
             needed = [each for one in made for each in required(one.function)]
             waiting += [each for each in needed if each not in ("self", "cls")]
-    made = {name: known[name][-1] for name in found if name in known and name not in given}
-    return sorted(found, key=lambda name: SCOPES.index(made[name].scope if name in made else "function"))
+    made = {name: known[name][-1] for name in fixtures if name in known and name not in parameters}
+    return sorted(fixtures, key=lambda name: SCOPES.index(made[name].scope if name in made else "function"))

@@ -19,7 +19,7 @@ from approximate import approx as approx
 
 SCOPES = ("session", "package", "module", "class", "function")
 refusals: list[str] = []
-"""What the test has done that is not supported; also if it has caught the exception."""
+"""Unsupported uses by the test, those whose exception it caught included."""
 
 
 class Refused(BaseException):
@@ -171,8 +171,8 @@ class MarkDecorator:
             if inspect.isclass(marked) or is_function:
                 function.pytestmark = [*own_marks(function), self.mark]
                 return marked
-        name, before, given = self.mark
-        return MarkDecorator(Mark(name, before + arguments, given | options))
+        name, before, keywords = self.mark
+        return MarkDecorator(Mark(name, before + arguments, keywords | options))
 
 
 class _Marks:
@@ -205,7 +205,7 @@ def param(*values: Any, marks: Any = (), id: Any = None) -> Param:
 
 @dataclasses.dataclass(eq=False)
 class Fixture:
-    """What `@fixture` makes of a function; also a setup function of a module or class."""
+    """A function with `@fixture`; also a setup function of a module or class."""
 
     function: Any
     scope: str = "function"

@@ -16,36 +16,36 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 _MODULE_HOOKS = ("setUpModule", "tearDownModule")
 
 
-class Outcome(NamedTuple):
+class TestOutcome(NamedTuple):
     name: str
     result: str
     not_run: Any = None
     """The function or class that was skipped."""
 
 
-def run(tests: list[Test | UnittestClass], module: types.ModuleType) -> Iterator[Outcome]:
+def run(tests: list[Test | UnittestClass], module: types.ModuleType) -> Iterator[TestOutcome]:
     """Run the tests and yield their outcomes; a teardown of a class or module that fails is one too."""
     session, kind = FixtureSession(), None
     for test in tests:
-        own = None if isinstance(test, UnittestClass) else test.cls
-        if own is not kind:
+        test_class = None if isinstance(test, UnittestClass) else test.cls
+        if test_class is not kind:
             yield from _closed(session, "class")
-        kind = own
+        kind = test_class
         if isinstance(test, UnittestClass):
             yield from _run_unittest(test, module, session)
         else:
             yield _run_test(test, session)
-        if own is None:
+        if test_class is None:
             yield from _closed(session, "class")
     for scope in ("class", "module", "package", "session"):
         yield from _closed(session, scope)
 
 
-def _closed(session: FixtureSession, scope: str) -> Iterator[Outcome]:
+def _closed(session: FixtureSession, scope: str) -> Iterator[TestOutcome]:
     try:
         session.close(scope)
     except Exception:
-        yield Outcome(f"teardown of the {scope}", FAILED)
+        yield TestOutcome(f"teardown of the {scope}", FAILED)
 
 
 def _is_skipped(marks: list[Mark], module: types.ModuleType) -> bool:
@@ -59,11 +59,11 @@ def _is_skipped(marks: list[Mark], module: types.ModuleType) -> bool:
     return False
 
 
-def _run_test(test: Test, session: FixtureSession) -> Outcome:
+def _run_test(test: Test, session: FixtureSession) -> TestOutcome:
     result = PASSED
     try:
         if _is_skipped(test.marks, test.module):
-            return Outcome(test.name, SKIPPED, test.function)
+            return TestOutcome(test.name, SKIPPED, test.function)
         test.bound = test.function
         if test.cls is not None:
             test.instance = test.cls()
@@ -77,7 +77,7 @@ def _run_test(test: Test, session: FixtureSession) -> Outcome:
         session.close("function")
     except Exception:
         result = FAILED
-    return Outcome(test.name, result, test.function if result == SKIPPED else None)
+    return TestOutcome(test.name, result, test.function if result == SKIPPED else None)
 
 
 def _is_skip(error: BaseException) -> bool:
@@ -87,12 +87,12 @@ def _is_skip(error: BaseException) -> bool:
 
 def _run_unittest(
     tests: UnittestClass, module: types.ModuleType, session: FixtureSession
-) -> Iterator[Outcome]:
+) -> Iterator[TestOutcome]:
     """Run the class by unittest, but the module's setup function as pytest does: once for all tests."""
     import unittest
 
     if _is_skipped(tests.marks, module):
-        yield from (Outcome(f"{tests.name}::{name}", SKIPPED, tests.kind) for name in tests.names)
+        yield from (TestOutcome(f"{tests.name}::{name}", SKIPPED, tests.kind) for name in tests.names)
         return
     result = unittest.TestResult()
     holder = Test(tests.name, None, module, known=fixtures_of(module))
@@ -107,7 +107,7 @@ def _run_unittest(
     except Exception as error:
         ending = SKIPPED if _is_skip(error) else FAILED
         yield from (
-            Outcome(f"{tests.name}::{name}", ending, getattr(tests.kind, name)) for name in tests.names
+            TestOutcome(f"{tests.name}::{name}", ending, getattr(tests.kind, name)) for name in tests.names
         )
         return
     finally:
@@ -120,9 +120,9 @@ def _run_unittest(
         outcome = FAILED if name in bad or not has_begun else SKIPPED if name in skipped else PASSED
         is_whole = getattr(tests.kind, "__unittest_skip__", False)
         not_run = (tests.kind if is_whole else getattr(tests.kind, name)) if outcome == SKIPPED else None
-        yield Outcome(f"{tests.name}::{name}", outcome, not_run)
+        yield TestOutcome(f"{tests.name}::{name}", outcome, not_run)
     if has_begun and bad - {*tests.names}:
-        yield Outcome("teardown of the class", FAILED)
+        yield TestOutcome("teardown of the class", FAILED)
 
 
 def _method(test: Any) -> str:

@@ -126,7 +126,7 @@ def _run(test: dict[str, Any], connection: Connection, assertions: _Assertions) 
     return assertions.missed(instrument)
 
 
-def run_items(module: types.ModuleType, assertions: _Assertions) -> Iterator[test_items.Outcome]:
+def run_items(module: types.ModuleType, assertions: _Assertions) -> Iterator[test_items.TestOutcome]:
     """Run the tests of a module that has run, and yield their outcomes."""
     is_entered = lambda function: not assertions.entered.isdisjoint(_lines(function))  # noqa: E731
     for outcome in test_items.run(collect(module, vars(module).get("candidate"), is_entered), module):
