@@ -59,7 +59,7 @@ class approx:
         import numpy
 
         is_scalar = numpy.isscalar(value)
-        array = value if is_scalar else numpy.asarray(value)
+        array: Any = value if is_scalar else numpy.asarray(value)
         if not is_scalar and array.shape != self.expected.shape:
             return False
         values = [value] * self.expected.size if is_scalar else array.flatten().tolist()
@@ -72,14 +72,14 @@ class approx:
             return True
         if _is_bool(expected) or not (isinstance(value, _NUMBERS) and isinstance(expected, _NUMBERS)):
             return False
-        if cmath.isnan(expected):  # type: ignore[arg-type]
-            return self._nan_ok and cmath.isnan(value)  # type: ignore[arg-type]
+        if cmath.isnan(expected):
+            return self._nan_ok and cmath.isnan(value)
         if math.isinf(abs(expected)):
             return False
         return abs(expected - value) <= self._tolerance(expected)
 
     def _tolerance(self, expected: Any) -> Any:
-        number = Decimal if isinstance(expected, Decimal) else float
+        number: Any = Decimal if isinstance(expected, Decimal) else float
         absolute = number("1e-12") if self._abs is None else self._abs
         if absolute < 0 or math.isnan(absolute):
             raise ValueError("absolute tolerance can't be negative or NaN")

@@ -12,7 +12,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import pytest_names
 from approximate import approx as approx
@@ -166,10 +166,10 @@ class MarkDecorator:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if len(arguments) == 1 and not options:
             (marked,) = arguments
-            function = getattr(marked, "__func__", marked)
+            function: Any = getattr(marked, "__func__", marked)
             is_function = callable(function) and getattr(function, "__name__", "<lambda>") != "<lambda>"
             if inspect.isclass(marked) or is_function:
-                function.pytestmark = [*own_marks(function), self.mark]
+                cast(Any, function).pytestmark = [*own_marks(function), self.mark]
                 return marked
         name, before, keywords = self.mark
         return MarkDecorator(Mark(name, before + arguments, keywords | options))
