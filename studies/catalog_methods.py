@@ -27,6 +27,8 @@ DRAWS = ("aqn_group", "aqn_sample")
 CLIP_FRACTIONS = Path(__file__).with_name("methods") / "clip_fraction.jsonl"
 DAPO_NOTE = "dapo draws more samples a step; counted by the 5 seeds alone, p could not be below 0.0625"
 PRECISIONS = ("jet_rl", "flash_fp8", "flash_int8")
+_UNREAD = ("noise.sigma_end", "noise.num_stages")
+"""Fields that no rule of RULES reads; the stored runs have the base's values."""
 
 
 def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
@@ -36,9 +38,9 @@ def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
     for part in parts:
         base = getattr(BASE, part)
         for field in dataclasses.fields(base):
-            value = getattr(getattr(config, part), field.name)
-            if value != getattr(base, field.name):
-                fields[f"{part}.{field.name}"] = value
+            value, key = getattr(getattr(config, part), field.name), f"{part}.{field.name}"
+            if value != getattr(base, field.name) and key not in _UNREAD:
+                fields[key] = value
     if config.learn.updates_per_step != BASE.learn.updates_per_step:
         fields["learn.updates_per_step"] = config.learn.updates_per_step
     return Arm(name=name, about=(recipe.__doc__ or name).strip(), fields=fields)

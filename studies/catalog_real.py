@@ -5,6 +5,7 @@ gsm8k_small      0.5B: the four main arms
 gsm8k_untrained  both: what each format costs before training
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ BASE = RunConfig(
     num_steps=40,
     num_prompts=64,
     num_generations=8,
-    model=ModelConfig(path=_LARGE, format="nvfp4"),
+    model=ModelConfig(path=_LARGE, format="nvfp4", scales="plain"),
     task=TaskConfig(
         name="gsm8k", held_out_split="test", num_held_out=256, template=_REQUEST, rewards=("numeric",)
     ),
@@ -127,7 +128,10 @@ def gsm8k() -> Study:
 
 
 def gsm8k_small() -> Study:
-    return _study("gsm8k_small", "0.5B", _SMALL, _MAIN, ())
+    """One rate for all arms: gsm8k chooses them for each."""
+    study = _study("gsm8k_small", "0.5B", _SMALL, _MAIN, ())
+    rate = f"All arms have the rate {BASE.learn.learning_rate:g}; none was chosen."
+    return dataclasses.replace(study, rates=(), remarks=(*_REMARKS[:2], rate))
 
 
 def _study(name: str, size: str, model: str, arms: tuple[Arm, ...], claims: tuple) -> Study:
