@@ -120,7 +120,7 @@ engine.generate(GenerateRequest(prompts, num_samples=1, sampling=sampling, seed=
 
 @pytest.mark.gpu
 def test_ctas_that_start_among_those_of_the_kernel_before_do_not_wait_for_ever():
-    """Three CTAs an SM behind two of another size: in graphs this stood still (dev/LOG.md, 2026-11-26)."""
+    """Three CTAs an SM behind two of another size: in graphs this stood still (dev/log/portable.md)."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     child = launched("-c", STEPS_OF_32B)

@@ -36,7 +36,7 @@ class Shape:
     def best_chunk(self, lengths_B: Sequence[int], num_kv_heads: int, num_sms: int) -> int:
         """Return the positions of a chunk for rows of these lengths, that of the least cost in positions: the
         chunks of the busiest CTA, 160 for each unit of a CTA, 36 for each chunk of the longest row (fitted to
-        launches on an H200, dev/LOG.md)."""
+        launches on an H200, dev/log/attention.md)."""
         ctas = self.ctas_per_sm * num_sms
 
         def cost(chunk: int) -> float:

@@ -11,7 +11,7 @@ prompt and once per branch, and its gradient is the sum over all of these, in fp
 To be the same each time, FlashAttention 2's backward pass gives ceil(SMs / (runs * heads)) blocks of threads
 to a head of a run: one where there are many runs. Then the longest run of ragged ones decides how long it
 takes: 3.5 ms for 7 runs of up to 3,074 rows and 28 heads, and 2.2 where `split` parts the long ones, whose
-earlier rows are then gathered for each part (H200, dev/LOG.md, 2026-11-27).
+earlier rows are then gathered for each part (H200, dev/log/attention.md).
 """
 
 import dataclasses

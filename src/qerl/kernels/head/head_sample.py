@@ -203,7 +203,7 @@ class HeadTile:
 
 
 def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
-    """Choose the fastest tile on an H200 with V = 152064, D = 3584; dev/LOG.md lists the slower ones."""
+    """Choose the fastest tile on an H200 with V = 152064, D = 3584; dev/log/head.md lists the slower ones."""
     max_tokens = 128 if head_format == 1 else 256
     tokens = next(t for t in _TOKENS if t * -(-M // max_tokens) >= M)
     max_k = next(k for up_to, k in _MAX_K[head_format] if up_to >= tokens)

@@ -14,9 +14,9 @@ the columns of the one product are multiplied by their alphas (scale_columns.py,
 
 `linear_onto` adds to the fp32 residual stream in the same product, with no rounding to x's dtype in between.
 `fused_swiglu` rounds silu(gate) * up only, not gate and up, which brings the engine and the learner of a 7B
-model closer (dev/LOG.md). It holds gate and up in fp32 for WIDE_ROWS rows at a time; its backward pass reads
-gate and the result, which the next product keeps anyway. Where only the gradient needs it (a recomputed
-layer) and products for gradients are of integers, gate and up are too, and none of them is stored in fp32.
+model closer (dev/log/precision.md). It holds gate and up in fp32 for WIDE_ROWS rows at a time; its backward
+pass reads gate and the result, which the next product keeps anyway. Where only the gradient needs it (a
+recomputed layer) and products for gradients are of integers, gate and up are too, and none is stored in fp32.
 
 dx = alpha * dy @ W + scaling (dy @ b) @ a;  da = scaling * (dy @ b)^T @ x;  db = alpha * dy^T @ u
 """

@@ -11,8 +11,8 @@
 R spreads outliers over 64 numbers. Rounding is then about 0.9 % of each operand (FP8: 2.6 %, with or without
 R): the gradient of SmolLM2's adapter has a cosine of 0.9995 to the unrounded one, with FP8 0.995, and that of
 the 7B shape 0.9994. If layers are recomputed, gate and up are products of integers in the second forward pass
-too, which reads them for the gradient alone: 0.9992 (dev/LOG.md). The sum of integers is exact; adapters'
-products are in bfloat16, with fp32 sums.
+too, which reads them for the gradient alone: 0.9992 (dev/log/learner.md). The sum of integers is exact;
+adapters' products are in bfloat16, with fp32 sums.
 
 Elsewhere than on a GPU the same numbers are multiplied in float64.
 """

@@ -110,7 +110,7 @@ def swiglu_order(features: int, device: torch.device) -> Tensor:
 
 
 def pays_to_compute_lora_hidden(M: int, K: int, rows: int, swiglu: bool) -> bool:
-    """True if computing u here is faster than in lora_shrink.py: launches on an H200 (dev/LOG.md).
+    """True if computing u here is faster than in lora_shrink.py: launches on an H200 (dev/log/adapters.md).
 
     rows: of all adapters that read x, whose sums must fit; swiglu: the weight is gate and up.
     """
@@ -119,7 +119,7 @@ def pays_to_compute_lora_hidden(M: int, K: int, rows: int, swiglu: bool) -> bool
 
 
 def pays_to_share_lora_hidden(M: int, weight_NK: int, swiglu: bool) -> bool:
-    """True if u in shared memory is faster than u loaded by each warp: launches on an H200 (dev/LOG.md).
+    """True if u in shared memory is faster than u loaded by each warp (H200, dev/log/adapters.md).
 
     weight_NK: number of elements of the weight; swiglu: it is gate and up. A row's bits are the same.
     """

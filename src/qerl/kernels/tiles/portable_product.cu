@@ -40,7 +40,7 @@ __device__ __forceinline__ int fresh(int v) {
 
 // This thread's share of the copies that fill a stage: pieces of 16 bytes. Of W the threads are divided among the segments; of x, whose stage
 // has lines of 64 k of a token, a thread takes one piece of each of several lines. They are copied in PARTS parts, between the products of
-// the stage before, and without branches: copies in one go after the barrier kept all warps from multiplying at once (dev/LOG.md).
+// the stage before, and without branches: copies in one go after the barrier kept all warps from multiplying at once (dev/log/portable.md).
 struct Filler {
   static constexpr int SEGMENTS = RT / 64, EACH = THREADS / SEGMENTS, PIECES = W_SEG / 16, LINES = THREADS / 8, K64 = KB / 64;
   static constexpr bool SHORT = LINES % MT == 0;  // the threads take all tokens of several k at once, else of one k

@@ -3,7 +3,7 @@
 // An item is 16 rows of a, 8 * GROUPS tokens and SLICE_K of k; all warps of the first CTAs, one for each SM, share the items. A warp has
 // asked for a of its first item before griddepcontrol.wait; it stores each item's sums in `partials` while the CTA's first stages arrive.
 // When the others' sums have come too, each warp adds some of them over k and stores u, two bf16 in a word, which the epilogue waits for.
-// All this is ahead of the CTA's units: units between the two, or a branch in their loop, cost more (dev/LOG.md). Words are their own
+// All this is ahead of the CTA's units: units between the two, or a branch in their loop, cost more (dev/log/portable.md). Words are their own
 // flags (workspace.cuh). The first CTAs are on the device at once, and all CTAs wait for these alone: a CTA that starts where the kernel
 // before still has shared memory can leave gaps that are too small for a neighbor, which then starts only when others have ended. Whoever
 // adds a sum clears its word. u is read by many CTAs, so there are two buffers, used in turns: a launch clears the one that the previous

@@ -12,7 +12,7 @@ from qerl.kernels.runtime.nvrtc import addresses
 from qerl.kernels.tiles.packed_product import PackedAdapter
 
 MAX_ROWS = 64
-"""Tokens of a product up to which making u in it is faster than a launch of its own (dev/LOG.md)."""
+"""Tokens of a product up to which making u in it is faster than a launch of its own (dev/log/portable.md)."""
 _SLICE_K = 128
 _PARTIAL_WORDS = 2**20  # 231 slices of 64 tokens at rank 64 (72B, down)
 _U_WORDS = 2**15  # 256 tokens at rank 64 (q|k|v)

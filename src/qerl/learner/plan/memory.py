@@ -225,7 +225,7 @@ def with_microbatches(a: Architecture, config: RunConfig, prompt_tokens: int, gp
     resolved. gpu_bytes includes the CUDA context.
 
     The host launches a pass of 28 layers in 0.2 to 0.4 s, however many tokens it has. Tokens/s of an update
-    by tokens of a micro-batch (H100, NVFP4, no recomputation / layers recomputed; dev/LOG.md, 2026-11-27):
+    by tokens of a micro-batch (H100, NVFP4, no recomputation / layers recomputed; dev/log/learner.md):
 
                         8,192              16,384             32,768             65,536
         0.5B shape     33,600                                85,500             96,500

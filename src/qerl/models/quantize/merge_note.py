@@ -5,7 +5,7 @@ measures the KL on its tokens, and reports
 
     kept share = 1 - KL(merged || quantized) / KL(merged || base)
 
-The demo's run showed that this share of the gain in accuracy remains: dev/LOG.md, 2026-11-22.
+The demo's run showed that this share of the gain in accuracy remains: dev/log/quantization.md.
 """
 
 import dataclasses

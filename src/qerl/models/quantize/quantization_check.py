@@ -16,7 +16,7 @@ from qerl.models.quantize.merge_note import MAX_PROBE_TOKENS, MergeNote, read_no
 from qerl.models.quantize.quantization_error import Probe, QuantizationError, quantization_error
 
 MIN_KEPT = 0.95
-"""Models that kept more than this had at least 0.95 of the accuracy, others less than 0.8 (dev/LOG.md)."""
+"""Models that kept more had at least 0.95 of the accuracy, others less than 0.8: dev/log/quantization.md."""
 MAX_KL = 0.5
 """Nats a token. SmolLM2-135M in NVFP4 shows 0.2 to 0.43, larger models show less."""
 GRID_WEIGHT_ERROR, GRID_KL = 0.02, 0.01
