@@ -150,6 +150,7 @@ def logged_metrics() -> set[str]:
         "training/rollouts/rollout.py",
         "training/rollouts/branching.py",
     )
+    held_out = keys_of("training/rollouts/evaluation.py", "held_out_figures")
     names = {
         *keys_of(metrics, "sampling_metrics", "update_metrics"),
         *keys_of(rollout, "sample", "rollout_metrics", "accuracy_metrics"),
@@ -162,7 +163,8 @@ def logged_metrics() -> set[str]:
         *keys_of("serve/agents/rollout.py", "take_metrics"),
         *keys_of("training/loop.py", "run"),
         *keys_of("training/session.py", "after_update"),
-        *(f"eval_{name}" for name in keys_of("training/session.py", "held_out_figures")),
+        *(f"eval_{name}" for name in held_out),
+        *(f"eval_float_{name}" for name in held_out | keys_of("training/float_evaluation.py", "prices")),
         *keys_of("training/sft.py", "step"),
         *keys_of("training/rollouts/distil.py", "sample"),
         *keys_of("training/rollouts/partial.py", "_metrics", "_cache_metrics"),

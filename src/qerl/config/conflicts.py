@@ -66,6 +66,12 @@ CONFLICTS: dict[str, dict[str, str]] = {
         "sample.top_k or sample.top_p or sample.min_p": "{setting} does not support truncated sampling:"
         " unset {other}",
     },
+    "evaluate.float": {
+        "no evaluate.num_prompts": "{setting} needs evaluate.num_prompts above 0",
+        "model.format bf16": "{setting} needs a quantized model.format, got bf16",
+        "agent.function or ray.address or sft.data": "{setting} does not work with an agent, ray.address or"
+        " sft.data",
+    },
     "ray.max_staleness": {
         "no ray.address or algo.importance none": "{setting} needs ray.address and an algo.importance other"
         " than none",

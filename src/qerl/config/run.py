@@ -33,9 +33,14 @@ class EvalConfig:
     """A sample is correct if its reward is at least this. None: 1 for built-in rewards; own ones then have
     no accuracy, only their mean."""
 
+    float: bool = False
+    """Before training, also evaluate the model with its weights as loaded, in BF16, on up to 256 of the
+    held-out problems: what quantization costs."""
+
     def __post_init__(self):
         check_not_negative(self, "num_prompts", prefix="evaluate.")
         check_positive(self, "every", prefix="evaluate.")
+        check_conflicts(self, "evaluate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

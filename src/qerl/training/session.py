@@ -20,7 +20,8 @@ from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.config.effects import RunFacts, effect_notices
 from qerl.config.stored import with_start_day
-from qerl.errors import RunError, quantity
+from qerl.engine.local_engine import LocalEngine
+from qerl.errors import RunError, quantity, require
 from qerl.kernels.runtime.compile_tally import TALLY
 from qerl.learner.distributed import Ranks, join_ranks
 from qerl.learner.plan.memory import with_fields
@@ -39,6 +40,15 @@ from qerl.training.compile_plan import compile_while_loading
 from qerl.training.engines.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.engines.multi_turn import EnvironmentEpisodes, with_environment
 from qerl.training.engines.replayed_batch import BranchingEngine
+from qerl.training.float_evaluation import (
+    FLOAT,
+    MAX_PROBLEMS,
+    FloatEvaluation,
+    price_text,
+    prices,
+    sample_float_model,
+    stored_figures,
+)
 from qerl.training.loop import Parts, run
 from qerl.training.observer import Observer
 from qerl.training.planned_learner import planned_learner
@@ -59,7 +69,7 @@ from qerl.training.rollouts.partial import PartialRollouts
 from qerl.training.rollouts.rollout import GroupRollouts, Rewards, Rollouts, sampling_of
 from qerl.training.rollouts.teacher import Teacher, check_teacher, load_teacher, teacher_sources
 from qerl.training.run_shell import EndStep, OpenRun, Training, evaluates_after, open_run
-from qerl.types import GenerateRequest, RolloutEngine, Sampling
+from qerl.types import Group, RolloutEngine
 
 
 class Agents(Episodes, Protocol):
@@ -104,10 +114,11 @@ def _load(
 ) -> "ReinforcementLearning":
     threshold = pool.success_threshold(config.evaluate.success_threshold)
     config = with_fields(config, "evaluate", success_threshold=threshold)
+    path = config.model.path
     config = with_calibrated_base(config, opened.ranks, opened.journal.notice)
     if cluster is not None:
         cluster.start(_make_episodes(config, pool, agents))
-    return ReinforcementLearning(config, opened, pool, cluster, agents)
+    return ReinforcementLearning(config, opened, pool, cluster, agents, float_path=path)
 
 
 class ReinforcementLearning(Training):
@@ -120,7 +131,10 @@ class ReinforcementLearning(Training):
         pool: RewardPool,
         cluster: Cluster | None,
         agents: Agents | None,
+        *,
+        float_path: str,
     ):
+        """float_path: the model before model.calibrate."""
         self.config, self._ranks, self._journal = config, opened.ranks, opened.journal
         ranks, journal = opened.ranks, opened.journal
         check_supported(config, pool, ranks)
@@ -137,16 +151,9 @@ class ReinforcementLearning(Training):
         first_P = self._task.train_prompts(0, config.num_prompts)
         longest = longest_prompt(config, [*first_P, *self._held_out_P]) + config.sample.max_tokens
         compile_while_loading(config, longest)
+        self._float = self._sample_float_model(opened, float_path, tokenizer, pool)
         self.decoder, self.engine = load_sampler(config, tokenizer)
-        arch = self.decoder.architecture
-        facts = RunFacts(
-            is_mixture=arch is not None and arch.mixture is not None,
-            has_environment=pool.environment is not None,
-            has_chat_template=bool(tokenizer.chat_template),
-            has_template=not self._task.renderers[0].has_messages,
-            has_ranks=ranks.count > 1,
-        )
-        for text in effect_notices(config, facts):
+        for text in effect_notices(config, self._facts(tokenizer, pool)):
             journal.notice(text)
         judge = BaseJudge(self.decoder, self.engine, config.task.judge, config.engine)
         for each in pool.own_judges:
@@ -166,11 +173,21 @@ class ReinforcementLearning(Training):
         self._teacher: Teacher | None = None
         self._rollouts = self._make_rollouts(tokenizer, rows)
         evaluates_teacher = self._teacher is not None and pool.environment is None
-        moments = ("before", "teacher") if evaluates_teacher else ("before",)
+        moments = ("before", *(FLOAT,) * config.evaluate.float, *("teacher",) * evaluates_teacher)
         self.evaluations_before = moments if self._held_out_P else ()
         self._first_step, self._metrics = 0, dict[str, float]()
         self._episodes, self._failed_episodes, self._example = 0, 0, ""
         self.engine.expect(longest)
+
+    def _facts(self, tokenizer: PreTrainedTokenizerBase, pool: RewardPool) -> RunFacts:
+        arch = self.decoder.architecture
+        return RunFacts(
+            is_mixture=arch is not None and arch.mixture is not None,
+            has_environment=pool.environment is not None,
+            has_chat_template=bool(tokenizer.chat_template),
+            has_template=not self._task.renderers[0].has_messages,
+            has_ranks=self._ranks.count > 1,
+        )
 
     def _make_rollouts(self, tokenizer: PreTrainedTokenizerBase, rows: SftRows | None) -> Rollouts:
         config, prompts = self.config, self._task.train_prompts
@@ -211,9 +228,28 @@ class ReinforcementLearning(Training):
             )
         if agents is not None:
             return _over_ranks(agents.engine(self.engine), self._ranks)
-        limit = self.engine.max_positions - self.config.sample.max_tokens
-        engine = with_environment(self.engine, pool, self.config.task.environment, limit)
-        return _over_ranks(engine, self._ranks)
+        return self._with_environment(pool, self.engine)
+
+    def _with_environment(self, pool: RewardPool, engine: LocalEngine) -> RolloutEngine:
+        limit = engine.max_positions - self.config.sample.max_tokens
+        return _over_ranks(with_environment(engine, pool, self.config.task.environment, limit), self._ranks)
+
+    def _sample_float_model(
+        self, opened: OpenRun, path: str, tokenizer: PreTrainedTokenizerBase, pool: RewardPool
+    ) -> FloatEvaluation | None:
+        """Return what evaluate.float asks for, sampled unless the run has done so; None without it."""
+        if not self.config.evaluate.float:
+            return None
+        require(bool(self._held_out_P), "evaluate.float: the run has no rewards, or holds out no problems")
+        stored = opened.ranks.from_first(lambda: stored_figures(opened.folder, opened.journal))
+        if stored is not None:
+            return FloatEvaluation(figures=stored)
+        wrap = partial(self._with_environment, pool)
+        prompts_P = self._held_out_P[:MAX_PROBLEMS]
+        self._journal.notice(f"answering held-out problems with the float weights: {len(prompts_P)}")
+        notice = self._journal.notice if self._ranks.count == 1 else None
+        samples = sample_float_model(self.config, path, tokenizer, prompts_P, wrap, notice)
+        return FloatEvaluation(samples=samples)
 
     def quantization_lines(self) -> Iterator[str | None]:
         config, model = self.config, self.config.model
@@ -260,46 +296,65 @@ class ReinforcementLearning(Training):
             self._journal.notice(str(report))
         if self._held_out_P and evaluates_after(self.config.evaluate, step):
             with log.span("evaluate"):
-                figures = self.held_out_figures(self.sampler)
+                scores = self._measure(self.sampler)
+                figures = evaluation.held_out_figures(scores, self.config.evaluate.success_threshold)
             log.add(**{f"eval_{name}": value for name, value in figures.items()})
+        if step == 0 and self._float is not None:
+            log.add(**{f"eval_float_{name}": value for name, value in self._float.figures.items()})
         self._metrics = dict(log.metrics)
 
     def evaluate(self, moment: str) -> tuple[dict[str, float], str]:
-        """Return held-out reward and accuracy before or after training, or those of the teacher."""
-        num_prompts = len(self._held_out_P)
+        """Return held-out reward and accuracy before or after training, or those of the teacher or the float
+        model."""
+        prompts_P = self._held_out_P
         with contextlib.ExitStack() as stack:
+            if moment == FLOAT:
+                assert self._float is not None  # evaluations_before
+                return self._evaluate_float(self._float)
             if moment == "teacher":
                 assert self._teacher is not None  # evaluations_before
                 engine = _over_ranks(stack.enter_context(self._teacher.engine()), self._ranks)
                 subject = "of the teacher"
             else:
                 engine, subject = self.sampler, f"{moment} training"
-                self._journal.notice(f"answering held-out problems {subject}: {num_prompts}")
+                self._journal.notice(f"answering held-out problems {subject}: {len(prompts_P)}")
             with self._journal.span("evaluate"):
-                figures = self.held_out_figures(engine)
-        temperature = self.config.sample.temperature
-        text = evaluation.held_out_text(figures, subject, temperature=temperature, num_prompts=num_prompts)
-        return figures, text
+                scores = self._measure(engine)
+        if moment == "before" and self._float is not None:
+            self._float.quantized = scores
+        figures = evaluation.held_out_figures(scores, self.config.evaluate.success_threshold)
+        return figures, self._text(figures, subject)
 
-    def held_out_figures(self, engine: RolloutEngine) -> dict[str, float]:
-        """Return accuracy, if there is one, and mean reward without noise: with the config's sampling, and
-        greedy. num_prompts: of how many problems."""
-        sampling = sampling_of(self.config)
-        sampled, best = self._measure(engine, sampling), self._measure(engine, evaluation.greedy(sampling))
-        self._report_failures()
-        figures = {"accuracy": sampled.accuracy, "greedy": best.accuracy}
-        figures |= {"reward": sampled.reward, "greedy_reward": best.reward}
-        figures |= {"reward_error": sampled.reward_error, "greedy_reward_error": best.reward_error}
-        figures["num_prompts"] = float(sampled.num_prompts)
-        return {name: value for name, value in figures.items() if value is not None}
-
-    def _measure(self, engine: RolloutEngine, sampling: Sampling) -> evaluation.Evaluation:
-        seed, step = self.config.seed, evaluation.EVALUATION_STEP
-        request = GenerateRequest(self._held_out_P, num_samples=1, sampling=sampling, seed=seed, step=step)
-        notice = self._journal.notice if self._ranks.count == 1 else None  # a rank knows its own share only
-        groups, rewards_P_G = evaluation.sample_and_score(engine, self._rewards.score, request, notice)
+    def _evaluate_float(self, evaluated: FloatEvaluation) -> tuple[dict[str, float], str]:
+        """Score what the float model has sampled, and return its figures beside those of the quantized model
+        on the same problems."""
+        assert evaluated.samples is not None  # the figures are not stored
         threshold = self.config.evaluate.success_threshold
-        return evaluation.summarize(rewards_P_G, list(map(evaluation.sampled_tokens, groups)), threshold)
+        with self._journal.span("evaluate"):
+            if evaluated.quantized is None:  # measured by a process that was stopped
+                evaluated.quantized = self._measure(self.sampler)
+            exact = [self._scored(groups) for groups in evaluated.samples]
+        figures = evaluation.held_out_figures(exact, threshold) | prices(
+            exact, evaluated.quantized, threshold
+        )
+        evaluated.figures = figures
+        cost = price_text(figures, self.config.model.format)
+        return figures, f"{self._text(figures, 'of the float weights')}; {cost}"
+
+    def _text(self, figures: dict[str, float], subject: str) -> str:
+        temperature, num_prompts = self.config.sample.temperature, int(figures["num_prompts"])
+        return evaluation.held_out_text(figures, subject, temperature=temperature, num_prompts=num_prompts)
+
+    def _measure(self, engine: RolloutEngine) -> list[evaluation.Scores]:
+        """Return the held-out samples without noise, scored: with the config's sampling, and greedy."""
+        notice = self._journal.notice if self._ranks.count == 1 else None  # a rank knows its own share only
+        requests = evaluation.held_out_requests(self._held_out_P, sampling_of(self.config), self.config.seed)
+        scores = [self._scored(evaluation.sample(engine, request, notice)) for request in requests]
+        self._report_failures()
+        return scores
+
+    def _scored(self, groups: list[Group]) -> evaluation.Scores:
+        return evaluation.Scores(self._rewards.score(groups), list(map(evaluation.sampled_tokens, groups)))
 
     def _report_failures(self) -> None:
         failures = list(format_failures(self._rewards.take_failures()))
@@ -311,9 +366,9 @@ class ReinforcementLearning(Training):
         return {
             f"{name}_{moment}": evaluations[moment][name]
             for name in ("accuracy", "greedy", "reward", "greedy_reward")
-            for moment in ("before", "after", "teacher")
+            for moment in ("before", "after", "teacher", FLOAT)
             if name in evaluations.get(moment, {})
-        }
+        } | {name: value for name, value in evaluations.get(FLOAT, {}).items() if name.endswith("_price")}
 
 
 def _over_ranks(engine: RolloutEngine, ranks: Ranks) -> RolloutEngine:

@@ -102,7 +102,8 @@ def test_a_note_is_measured_on_its_own_tokens(tmp_path):
     write_note(tmp_path, note_of(base_kl=1e-9))
     assert read_note(tmp_path, 320) == note_of(base_kl=1e-9)
     line = check_quantization(decoder, str(tmp_path), "nvfp4", [TOKENS[:5]])
-    assert "keeps 0% of what runs/demo learned" in line and "(45 tokens of its samples)" in line
+    assert "keeps 0% of what runs/demo learned" in line and "over 45 tokens of its samples" in line
+    assert "top-1 agreement" in line
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,22 @@ def with_fields(config: RunConfig, section: str, **fields: Any) -> RunConfig:
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
 
 
+def float_config(config: RunConfig) -> RunConfig:
+    """Return the config of the model that evaluate.float evaluates: the weights as loaded, in BF16."""
+    without = with_fields(config, "evaluate", float=False)
+    formats = {"format": "bf16", "scales": "plain", "calibrate": "none", "sampler_format": None}
+    return with_fields(without, "model", **formats, head_format="bf16")
+
+
+def float_evaluation_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
+    """Return the peak of evaluate.float, before the quantized weights and the optimizer are made, or 0."""
+    if not config.evaluate.float:
+        return 0.0
+    parts = memory_parts(a, float_config(config), prompt_tokens)
+    held = (part for part in parts if part.when in ("always", "sampling"))
+    return sum(part.num_bytes for part in held if part.name != "optimizer's moments")
+
+
 def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
     engine, max_tokens = config.engine, config.sample.max_tokens
     compute = form_of(config).compute

@@ -12,6 +12,7 @@ from qerl.errors import UserError, quantity
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
     can_cache_operands,
+    float_evaluation_bytes,
     form_of,
     full_rows,
     memory_parts,
@@ -35,7 +36,16 @@ _MAX_SAMPLES, _MAX_RANK = 4096, 1024
 
 def _needed_bytes(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> float:
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_bytes)
-    return max(peak_bytes(memory_parts(a, resolved, prompt_tokens)), _calibration(a, config.model))
+    before = _before_training(a, config, prompt_tokens).values()
+    return max(peak_bytes(memory_parts(a, resolved, prompt_tokens)), *before)
+
+
+def _before_training(a: Architecture, config: RunConfig, prompt_tokens: int) -> dict[str, float]:
+    """Return the peaks in bytes of what is done before training, 0 where it is not."""
+    return {
+        "calibration in BF16": _calibration(a, config.model),
+        "evaluation in BF16": float_evaluation_bytes(a, config, prompt_tokens),
+    }
 
 
 def _calibration(a: Architecture, model: ModelConfig) -> float:
@@ -129,8 +139,8 @@ def format_plan(
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_gb * 1e9)
     as_run = with_microbatches(a, resolved, prompt_tokens, gpu_gb * 1e9)
     parts = memory_parts(a, resolved, prompt_tokens)
-    calibration = _calibration(a, config.model)
-    peak = max(peak_bytes(parts), calibration)
+    before = _before_training(a, config, prompt_tokens)
+    peak = max(peak_bytes(parts), *before.values())
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
     if fits:
         advice = _what_fits(a, config, as_run, prompt_tokens, gpu_gb * 1e9)
@@ -143,8 +153,7 @@ def format_plan(
     lines = [
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
     ]
-    if calibration:
-        lines.append(f"{'calibration in BF16':36}{calibration / 1e9:8.2f} GB   before training")
+    lines += [f"{name:36}{size / 1e9:8.2f} GB   before training" for name, size in before.items() if size]
     auto = " (auto)" if resolved != config else ""
     trained = f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "full weights trained"
     if config.adapter.experts != "none":

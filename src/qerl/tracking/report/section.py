@@ -92,6 +92,7 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
             tiles[f"{label} accuracy"] = _change(accuracies, "{:.0%}")
         if held_out and held_out != accuracies:
             tiles[f"{label} reward"] = _change(held_out, "{:.2f}")
+    tiles |= _float_tile(run)
     if losses := evaluated(run, "nll"):
         tiles["Held-out loss"] = _change(losses, "{:.3f}")
     if rewards:
@@ -109,6 +110,18 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
     if memory := run.values("memory_gb"):
         tiles["Peak memory"] = f"{max(memory):.1f} <small>GB</small>"
     return tiles
+
+
+def _float_tile(run: RecordedRun) -> dict[str, str]:
+    """Return the float model's held-out accuracy, or reward, and how far the quantized model is below it."""
+    stored = run.evaluations.get("float")
+    scores = stored if isinstance(stored, dict) else {}
+    for name, template in (("accuracy", "{:.0%}"), ("reward", "{:.2f}")):
+        value, price = number(scores.get(name)), number(scores.get(f"{name}_price"))
+        if value is not None:
+            loss = "" if price is None else f" <small>{template.format(price)} more than quantized</small>"
+            return {f"Float model's {name}": template.format(value) + loss}
+    return {}
 
 
 def _change(points: Points, template: str) -> str:

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from qerl.algo.estimate import clustered_mean, pass_at_powers
 from qerl.errors import quantity
-from qerl.types import GenerateRequest, Group, OnBurst, RolloutEngine, Sampling
+from qerl.types import GenerateRequest, Group, OnBurst, Prompt, RolloutEngine, Sampling
 
 EVALUATION_STEP = -1
 _NOTICE_EVERY_S = 15.0
@@ -50,13 +50,20 @@ def sample_and_score(
     engine: RolloutEngine, score: Score, request: GenerateRequest, notice: Callable[[str], None] | None = None
 ) -> tuple[list[Group], list[list[float | None]]]:
     """Return the samples of every prompt and their rewards. notice: gets the progress, at most every 15 s."""
+    groups = sample(engine, request, notice)
+    rewards_P_G = score(groups)
+    assert [len(rewards_G) for rewards_G in rewards_P_G] == [request.num_samples] * len(request.prompts_P)
+    return groups, rewards_P_G
+
+
+def sample(
+    engine: RolloutEngine, request: GenerateRequest, notice: Callable[[str], None] | None = None
+) -> list[Group]:
+    """Return the samples of every prompt; notice as in sample_and_score."""
     assert request.step == EVALUATION_STEP
     num_prompts = len(request.prompts_P)
     on_burst = None if notice is None else _progress(notice, num_prompts, request.sampling.temperature)
-    groups = engine.generate(request, on_burst=on_burst)
-    rewards_P_G = score(groups)
-    assert [len(rewards_G) for rewards_G in rewards_P_G] == [request.num_samples] * num_prompts
-    return groups, rewards_P_G
+    return engine.generate(request, on_burst=on_burst)
 
 
 def _progress(notice: Callable[[str], None], num: int, temperature: float) -> OnBurst:
@@ -98,6 +105,36 @@ def summarize(
         num_prompts=len(rewards_P_G),
         num_failed=num_failed,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """Rewards and sampled tokens of each prompt's samples."""
+
+    rewards_P_G: list[list[float | None]]
+    tokens_P_G: list[list[int]]
+
+    def summary(self, threshold: float | None) -> Evaluation:
+        return summarize(self.rewards_P_G, self.tokens_P_G, threshold)
+
+
+def held_out_requests(prompts_P: list[Prompt], sampling: Sampling, seed: int) -> list[GenerateRequest]:
+    """Return the requests of a held-out evaluation: one sample a prompt, and greedy."""
+    return [
+        GenerateRequest(prompts_P, num_samples=1, sampling=each, seed=seed, step=EVALUATION_STEP)
+        for each in (sampling, greedy(sampling))
+    ]
+
+
+def held_out_figures(scores: Sequence[Scores], threshold: float | None) -> dict[str, float]:
+    """Return accuracy, if there is one, and mean reward: with the config's sampling, and greedy.
+    num_prompts: of how many problems."""
+    first, second = (each.summary(threshold) for each in scores)
+    figures = {"accuracy": first.accuracy, "greedy": second.accuracy}
+    figures |= {"reward": first.reward, "greedy_reward": second.reward}
+    figures |= {"reward_error": first.reward_error, "greedy_reward_error": second.reward_error}
+    figures["num_prompts"] = float(first.num_prompts)
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def is_correct(reward: float | None, threshold: float) -> bool:
