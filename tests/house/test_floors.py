@@ -51,7 +51,7 @@ SIZES = {  # lines of each package when it was last looked at
     "serve": 4950,
     "tasks": 9164,
     "tracking": 3185,
-    "training": 4374,
+    "training": 4918,
     "trl": 2280,
 }
 

@@ -11,17 +11,20 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import tiny_run
+from qerl import training
 from qerl.config import ModelConfig
 from qerl.config.options import ExportOptions, QuantizeOptions
 from qerl.config.stored import read_run_config, with_stored_base
 from qerl.errors import UserError
 from qerl.export import export
 from qerl.learner.distributed import Ranks
+from qerl.learner.plan.memory import with_fields
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.device import resolve_device
 from qerl.models.quantize.quantize import quantize
 from qerl.tasks import RewardPool, Task
+from qerl.training import calibration_cache
 from qerl.training.calibrated import NOTE, refuse_calibration, with_calibrated_base
 from qerl.training.policy import load_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP, sample_and_score
@@ -53,6 +56,107 @@ def merged(tmp_path_factory):
     config = read_run_config(str(files / "run"))
     export(config, ExportOptions(run=files / "run", out=files / "merged", form="merged"))
     return dataclasses.replace(config, out=str(files / "next")), files / "merged"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def calibrated(config, path, out, **changes):
+    """(the files of base in `out`, the notices)."""
+    notices = []
+    config = dataclasses.replace(model_of(config, path, calibrate="gptq"), out=str(out), **changes)
+    with_calibrated_base(config, Ranks(0, 1), notices.append)
+    return {file.name: file.read_bytes() for file in (out / "base").iterdir()}, notices
+
+
+def test_a_second_run_with_the_same_settings_takes_the_cached_model(merged, tmp_path, monkeypatch):
+    config, path = merged
+    first, said = calibrated(config, path, tmp_path / "a")
+    monkeypatch.setattr(training.calibrated, "requantize", None)
+    second, notices = calibrated(config, path, tmp_path / "b")
+    assert second == first
+    assert notices[0].startswith(
+        "model.calibrate gptq: cached by a run with the same settings, where it took "
+    )
+    assert notices[1:] == [line for line in said if "KL to the float weights" in line]
+    moved = shutil.copytree(path, tmp_path / "moved")
+    third, _ = calibrated(config, moved, tmp_path / "c")
+    assert json.loads(third.pop(NOTE))["model"] == str(moved)
+    assert third == {name: content for name, content in first.items() if name != NOTE}
+    monkeypatch.undo()
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "another"))
+    again, _ = calibrated(config, path, tmp_path / "d")
+    assert all(again[name] == first[name] for name in first if name != NOTE)  # by seed, not by chance
+
+
+def with_other_bytes(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_another_template(folder):
+    (folder / "chat_template.jinja").write_text(" " + tiny_run.CHATML)
+
+
+@pytest.mark.parametrize(
+    ("change", "change_files"),
+    [
+        (lambda config: dataclasses.replace(config, seed=config.seed + 1), None),
+        (lambda config: dataclasses.replace(config, num_prompts=config.num_prompts + 1), None),
+        (lambda config: with_fields(config, "sample", temperature=0.5), None),
+        (lambda config: with_fields(config, "sample", max_tokens=2), None),
+        (lambda config: with_fields(config, "model", scales="mse"), None),
+        (lambda config: with_fields(config, "task", template="{prompt} "), None),
+        (lambda config: config, with_other_bytes),
+        (lambda config: config, with_another_template),
+    ],
+)
+def test_another_model_prompt_setting_or_seed_is_another_entry(
+    merged, tmp_path, monkeypatch, change, change_files
+):
+    config, path = merged
+    path, keys = Path(shutil.copytree(path, tmp_path / "model")), []
+    monkeypatch.setattr(training.calibrated, "_calibrate", lambda config, base, *_: base.mkdir(parents=True))
+    monkeypatch.setattr(calibration_cache, "store", lambda key, *_: keys.append(key))
+    calibrated(config, path, tmp_path / "a")
+    if change_files is not None:
+        change_files(path)
+    calibrated(change(config), path, tmp_path / "b")
+    calibrated(change(config), path, tmp_path / "c")
+    assert keys[0] != keys[1] == keys[2]
+
+
+@pytest.mark.parametrize("damage", ["bytes", "removed", "added", "manifest"])
+def test_a_damaged_entry_of_the_cache_is_named_and_made_again(merged, tmp_path, cache, damage):
+    config, path = merged
+    first, _ = calibrated(config, path, tmp_path / "a")
+    (entry,) = (file for file in (cache / "calibrated").iterdir() if file.is_dir())
+    shard = entry / "model.safetensors"
+    content = bytearray(shard.read_bytes())
+    shard.unlink()  # the run's file is the same one
+    content[-1] ^= 1
+    if damage in ("bytes", "added", "manifest"):
+        shard.write_bytes(content if damage == "bytes" else first["model.safetensors"])
+    if damage == "added":
+        (entry / "more.json").write_text("{}")
+    if damage == "manifest":
+        entry.with_suffix(".json").write_text("{")
+    second, notices = calibrated(config, path, tmp_path / "b")
+    assert str(entry) in notices[0] and notices[0].endswith("; calibrating again")
+    assert all(second[name] == first[name] for name in first if name != NOTE)
+    _, notices = calibrated(config, path, tmp_path / "c")
+    assert "cached by a run" in notices[0]
+
+
+def test_a_cache_that_cannot_be_written_is_a_notice(merged, tmp_path, cache):
+    config, path = merged
+    cache.write_text("a file")
+    files, notices = calibrated(config, path, tmp_path / "a")
+    assert "model.safetensors" in files and "the calibrated model is not cached" in notices[-1]
 
 
 def with_larger_weights(file):

@@ -30,17 +30,19 @@ from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import write_packed
 from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups
-from qerl.models.quantize.gptq import requantize
+from qerl.models.quantize.gptq import DAMPING, SWEEPS, requantize
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import Task
+from qerl.training import calibration_cache
+from qerl.training.calibration_cache import NOTE
 from qerl.training.policy import load_task
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import GenerateRequest
 
-NOTE = "qerl_calibrated.json"
 NUM_SAMPLES, MAX_SAMPLE_TOKENS = 4, 256
 _MAX_CALLS = 32
+_NOTICE_EVERY_S = 15.0
 
 
 def with_calibrated_base(config: RunConfig, ranks: Ranks, notice: Callable[[str], None]) -> RunConfig:
@@ -74,13 +76,34 @@ def _check_base(model: ModelConfig, base: Path) -> None:
 
 
 def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) -> None:
+    """Take the calibrated checkpoint from the cache, or make it and keep it there."""
     model, source = config.model, locate(config.model.path)
-    checkpoint = source.open()
-    if layout_of(checkpoint) is not None:
+    name = f"model.calibrate {model.calibrate}"
+    if layout_of(source.open()) is not None:
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
-    notice(f"model.calibrate {model.calibrate}: quantizing {model.path}")
     tokenizer, task = load_task(config)
-    begin = time.perf_counter()
+    prompts = calibration_cache.calibration_prompts(config, task, _MAX_CALLS)
+    settings = {"tokens": CALIBRATION_TOKENS, "samples": NUM_SAMPLES, "max_sample_tokens": MAX_SAMPLE_TOKENS}
+    settings |= {"damping": DAMPING, "sweeps": SWEEPS}
+    key = calibration_cache.calibration_key(config, source, prompts, settings)
+    if (note := calibration_cache.take(key, base, model.path, notice)) is not None:
+        notice(f"{name}: cached by a run with the same settings, where it took {note['seconds']:.0f} s")
+        notice(note["line"])
+        return
+    notice(f"{name}: quantizing {model.path}")
+    _calibrate(config, base, tokenizer, task, notice)
+    calibration_cache.store(key, base, notice)
+
+
+def _calibrate(
+    config: RunConfig,
+    base: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    notice: Callable[[str], None],
+) -> None:
+    model, source, begin = config.model, locate(config.model.path), time.perf_counter()
+    checkpoint, name = source.open(), f"model.calibrate {model.calibrate}"
     resident = model.operand == "resident"
     sampler = _float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
     groups = _sampled(config, sampler, tokenizer, task)
@@ -88,15 +111,30 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=torch.device(model.device))
     loaded = _LoadedLinears(checkpoint, sampler)
     decoder = _float_decoder(loaded, torch.float32, model.device, resident=False)
-    requantize(decoder, rows, notice=lambda text: None, select_scales=SCALES[model.scales])
-    seconds = f"sampled in {sampled - begin:.1f} s, quantized in {time.perf_counter() - sampled:.1f} s"
-    notice(f"model.calibrate {model.calibrate}: {len(rows.tokens_T):,} tokens {seconds}")
+    requantize(decoder, rows, notice=_progress(name, notice), select_scales=SCALES[model.scales])
+    end = time.perf_counter()
+    seconds = f"sampled in {sampled - begin:.1f} s, quantized in {end - sampled:.1f} s"
+    notice(f"{name}: {len(rows.tokens_T):,} tokens {seconds}")
     prompts = [prompt.tokens_T for prompt in task.train_prompts(0, config.num_prompts)]
     format = f"nvfp4 by {model.calibrate}"
     line = check_quantization(decoder, model.path, format, prompts, original=loaded)
-    if line is not None:
-        notice(line)
-    write_packed(decoder, source, base, notes={NOTE: {"model": model.path, "calibrate": model.calibrate}})
+    assert line is not None  # the checkpoint is not quantized
+    notice(line)
+    note = {"model": model.path, "calibrate": model.calibrate, "seconds": end - begin, "line": line}
+    write_packed(decoder, source, base, notes={NOTE: note})
+
+
+def _progress(name: str, notice: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a notice of layers that passes on at most one every 15 s, with the seconds so far."""
+    begin = noticed = time.monotonic()
+
+    def notice_layer(text: str) -> None:
+        nonlocal noticed
+        if (now := time.monotonic()) - noticed >= _NOTICE_EVERY_S or not text.startswith("layer "):
+            noticed = now
+            notice(f"{name}: {text}, {now - begin:.0f} s")
+
+    return notice_layer
 
 
 def _sampled(

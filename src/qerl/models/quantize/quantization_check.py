@@ -81,9 +81,9 @@ def describe(
     if note is not None:
         kept_share = note.kept_share(error.kl)
         line = (
-            f"{format} keeps {kept_share:.0%} of what {note.run} learned: {kl} ({note.base_kl:.3f} of the model"
-            f" before training), top-1 agreement {error.agreement:.0%}, over {error.num_tokens} tokens of its"
-            " samples"
+            f"{format} keeps {kept_share:.0%} of what {note.run} learned: {kl} ({note.base_kl:.3f} of the"
+            f" model before training), top-1 agreement {error.agreement:.0%},"
+            f" over {error.num_tokens} tokens of its samples"
         )
         return line if kept_share >= MIN_KEPT else f"warning: {line}; {advice}"
     line = f"{format}: {kl}, top-1 agreement {error.agreement:.0%}, over {error.num_tokens} tokens of {of}"
