@@ -6,8 +6,8 @@ the run's own prompts and samples, computed by the layers before it, which are i
 a linear is quantized when its input is there, then multiplies by its new weight. Linears that read the same
 input are rounded as one matrix. The grid is the frozen weight's own if it has one, so only the adapter's part
 is left to round; else its scales are those of the least squared error, weighted by the mean square of the
-inputs (formats/block_scale.py). An expert's outputs are those of the rows that are routed to it; one without
-rows gets the nearest codes. Routers stay as they are.
+inputs (formats/block_scale.py). An expert's outputs are those of the rows that are routed to it; one with too
+few gets the nearest codes. Routers stay as they are.
 """
 
 import contextlib
@@ -34,6 +34,9 @@ from qerl.models.quantize.calibration import Calibration
 from qerl.models.quantize.rounding import add_damping, round_to_grid
 
 DAMPING, SWEEPS = 0.01, 2
+MIN_EXPERT_ROWS = 8
+"""An expert of a float model to which fewer rows are routed gets the nearest codes. On a grid of its own,
+where these would lose all that was learned, one row suffices."""
 
 
 Kind = type[NVFP4] | type[MXFP4]
@@ -48,20 +51,26 @@ def requantize(
     select_scales: SelectScales = least_squares,
 ) -> None:
     """Quantize every linear and expert of a float32 decoder to 4 bits, its adapter merged in, layer by layer;
-    what `qerl quantize` leaves in BF16 stays. Raise UserError if experts cannot be written in this format."""
+    what `qerl quantize` leaves in BF16 stays. Notice each layer, and how many experts got the nearest codes.
+    Raise UserError if experts cannot be written in this format."""
+    nearest, num_experts = set[tuple[int, int]](), 0
     plain = unquantized_linears(as_written(decoder.architecture, kind.name))
     names = {id(linear): name for name, linear in decoder.linears()}
 
     def run_layer(
         layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend
     ) -> Tensor:
+        nonlocal num_experts
+        num_experts += layer.experts[0].spec.num_experts if layer.experts else 0
         with contextlib.ExitStack() as hooks:
             for linears in layer.linear_groups:
                 if f"model.{names[id(linears[0])]}" not in plain:
                     act = functools.partial(_requantize_group, linears, kind, select_scales)
                     hooks.enter_context(_before_first_call(linears[0], act))
             for experts in layer.experts:
-                act = functools.partial(_requantize_experts, experts, kind, select_scales)
+                act = functools.partial(
+                    _requantize_experts, experts, kind, select_scales, nearest, layer_index
+                )
                 hooks.enter_context(_before_first_call(experts, act))
             h_TD = layer(h_TD, context, layer_index, attend)
         notice(f"layer {layer_index + 1} of {len(decoder.layers)}")
@@ -69,6 +78,8 @@ def requantize(
 
     with torch.no_grad():
         decoder(rows.tokens_T, rows.positions_T, rows.attend, run_layer, recur=rows.recur)
+    if nearest:
+        notice(f"{len(nearest)} of {num_experts} experts saw too few tokens and have the nearest codes")
 
 
 @contextlib.contextmanager
@@ -105,6 +116,8 @@ def _requantize_experts(
     experts: ExpertLinear,
     kind: Kind,
     select_scales: SelectScales,
+    nearest: set[tuple[int, int]],
+    layer_index: int,
     x_SK: Tensor,
     _offsets: Tensor,
     ends: Sequence[int],
@@ -115,7 +128,10 @@ def _requantize_experts(
 
     def rounded(e: int) -> PackedWeight:
         x_sK = x_SK[ends[e] : ends[e + 1]].float()
-        h_KK = x_sK.T @ x_sK if len(x_sK) else torch.eye(x_SK.shape[1], device=x_SK.device)
+        has_few = len(x_sK) < (MIN_EXPERT_ROWS if _frozen_grid([frozen[e]], kind) is None else 1)
+        if has_few:
+            nearest.add((layer_index, e))
+        h_KK = torch.eye(x_SK.shape[1], device=x_SK.device) if has_few else x_sK.T @ x_sK
         target_NK = merged_expert(experts, e).float()
         return _rounded([frozen[e]], target_NK, add_damping(h_KK, DAMPING), kind, select_scales)
 
