@@ -20,7 +20,7 @@ from qerl.errors import UserError
 
 _BASE_JUDGE = "task.judge.url base and task.rewards has judge"
 CONFLICTS: dict[str, dict[str, str]] = {
-    "model.calibrate not none": {
+    "model.calibrate gptq": {
         "model.format not nvfp4": "{setting} needs model.format nvfp4, got {model.format}",
         "ray.address": "model.calibrate does not work with --ray: run `qerl quantize` first",
     },
@@ -117,7 +117,7 @@ CONFLICTS: dict[str, dict[str, str]] = {
 """By setting and by what it does not work with: the message. {setting} and {other} are what holds of both,
 {noise.scope} is the field's value."""
 NEEDS_OUR_DECODER = (
-    "model.calibrate not none or model.sampler_format not None or model.head_format not bf16 or engine.exact"
+    "model.calibrate gptq or model.sampler_format not None or model.head_format not bf16 or engine.exact"
     " or engine.kv_cache_dtype not auto or engine.decode_steps_per_sync or rollout.keep_kv_cache"
     " or algo.branching not none or noise.scope not step or learn.gradient_checkpointing offload"
     " or learn.backward not bf16 or adapter.router or adapter.experts not none or distil.teacher"

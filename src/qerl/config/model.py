@@ -27,10 +27,11 @@ class ModelConfig:
     """Choice of the block scales where float weights are quantized to nvfp4 or mxfp4. plain: map the largest
     weight of a block to the largest code. mse: pick the candidate with the least squared error."""
 
-    calibrate: Literal["none", "gptq"] = "none"
+    calibrate: Literal["none", "gptq", "auto"] = "none"
     """gptq: before training, choose the NVFP4 codes of a float checkpoint so that each layer's outputs on the
     task's prompts and the model's own samples change least. The run writes the result to its folder base and
-    trains it. This keeps what a merged or fine-tuned model learned, which plain rounding may undo."""
+    trains it. This keeps what a merged or fine-tuned model learned, which plain rounding may undo. auto: gptq
+    where it takes less time than the first evaluation, by an estimate; else none."""
 
     sampler_format: Literal["fp8", "fp8-flow", "int8"] | None = None
     """Format of a second copy of the linear weights, for the sampler only (FlashRL). The two policies then

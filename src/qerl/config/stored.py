@@ -11,15 +11,33 @@ from qerl.errors import UserError
 
 BASE = "base"
 """Folder in a run's with the checkpoint that model.calibrate made of the model."""
+CHOICE = "calibrate.json"
+"""File in a run's folder with what model.calibrate auto chose."""
 
 
 def with_stored_base(config: RunConfig, run: Path) -> RunConfig:
     """Return the config with the run's calibrated checkpoint as its model, if the run calibrates it."""
-    if config.model.calibrate == "none":
+    if chosen_calibration(config, run) in ("none", None):
         return config
     if not (run / BASE).is_dir():
         raise UserError(f"{run}: has no folder {BASE} with the calibrated model; `qerl train` writes it")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(run / BASE)))
+
+
+def chosen_calibration(config: RunConfig, run: Path) -> str | None:
+    """Return model.calibrate, or what auto chose in this run's folder; None before it has."""
+    if config.model.calibrate != "auto":
+        return config.model.calibrate
+    path = run / CHOICE
+    if not path.exists():
+        return None
+    try:
+        choice = parse_json(read_regular(path))["calibrate"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: is damaged ({error}); restore it") from None
+    if choice not in ("none", "gptq"):
+        raise UserError(f"{path}: is damaged (calibrate is {choice!r}); restore it")
+    return choice
 
 
 def with_start_day(config: RunConfig, run: Path) -> RunConfig:

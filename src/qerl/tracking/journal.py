@@ -50,7 +50,15 @@ from qerl.tracking.step_log import StepLog, Stopwatch
 
 _NUM_STEPS = "config.num_steps"
 # A start that fails before its first step takes them away; the lock last, so that no other run comes between.
-_OF_A_START = "run.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "evaluations.json", ".lock"
+_OF_A_START = (
+    "run.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "events.jsonl",
+    "evaluations.json",
+    "calibrate.json",
+    ".lock",
+)
 _LOGGER_TIMEOUT_S = 30.0  # for sending the last steps when the run ends
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, RunConfig
-from qerl.config.stored import BASE, with_stored_base
+from qerl.config.stored import BASE, chosen_calibration, with_stored_base
 from qerl.engine.paged_engine import PagedEngine
 from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
@@ -35,6 +35,7 @@ from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import Task
 from qerl.training import calibration_cache
 from qerl.training.calibration_cache import NOTE
+from qerl.training.calibration_choice import choose
 from qerl.training.policy import load_task
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.rollouts.rollout import sampling_of
@@ -50,6 +51,11 @@ def with_calibrated_base(config: RunConfig, ranks: Ranks, notice: Callable[[str]
     if config.model.calibrate == "none":
         return config
     base = Path(config.out) / BASE
+    choice = ranks.from_first(
+        lambda: chosen_calibration(config, base.parent) or choose(config, NUM_SAMPLES, notice)
+    )
+    if choice == "none":
+        return config
     ranks.from_first(
         lambda: _check_base(config.model, base) if base.exists() else _write_base(config, base, notice)
     )
@@ -61,7 +67,7 @@ def refuse_calibration(model: ModelConfig) -> None:
     if model.calibrate != "none":
         raise UserError(
             "model.calibrate is for train; here, write the calibrated model first:"
-            f" qerl quantize {model.path} OUT --calibrate {model.calibrate} --data FILE"
+            f" qerl quantize {model.path} OUT --calibrate gptq --data FILE"
         )
 
 
@@ -78,7 +84,7 @@ def _check_base(model: ModelConfig, base: Path) -> None:
 def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) -> None:
     """Take the calibrated checkpoint from the cache, or make it and keep it there."""
     model, source = config.model, locate(config.model.path)
-    name = f"model.calibrate {model.calibrate}"
+    name = "model.calibrate gptq"
     if layout_of(source.open()) is not None:
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
     tokenizer, task = load_task(config)
@@ -103,7 +109,7 @@ def _calibrate(
     notice: Callable[[str], None],
 ) -> None:
     model, source, begin = config.model, locate(config.model.path), time.perf_counter()
-    checkpoint, name = source.open(), f"model.calibrate {model.calibrate}"
+    checkpoint, name = source.open(), "model.calibrate gptq"
     resident = model.operand == "resident"
     sampler = _float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
     groups = _sampled(config, sampler, tokenizer, task)
@@ -116,11 +122,10 @@ def _calibrate(
     seconds = f"sampled in {sampled - begin:.1f} s, quantized in {end - sampled:.1f} s"
     notice(f"{name}: {len(rows.tokens_T):,} tokens {seconds}")
     prompts = [prompt.tokens_T for prompt in task.train_prompts(0, config.num_prompts)]
-    format = f"nvfp4 by {model.calibrate}"
-    line = check_quantization(decoder, model.path, format, prompts, original=loaded)
+    line = check_quantization(decoder, model.path, "nvfp4 by gptq", prompts, original=loaded)
     assert line is not None  # the checkpoint is not quantized
     notice(line)
-    note = {"model": model.path, "calibrate": model.calibrate, "seconds": end - begin, "line": line}
+    note = {"model": model.path, "calibrate": "gptq", "seconds": end - begin, "line": line}
     write_packed(decoder, source, base, notes={NOTE: note})
 
 
