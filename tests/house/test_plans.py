@@ -24,7 +24,7 @@ def plans(page: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("page", ["fitting.md", "gsm8k.md"])
+@pytest.mark.parametrize("page", ["hardware.md", "gsm8k.md"])
 def test_the_plans_that_a_page_prints_are_current(page, capsys):
     printed = plans(page)
     assert printed
