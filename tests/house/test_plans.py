@@ -34,7 +34,7 @@ def test_the_plans_that_a_page_prints_are_current(page, capsys):
 
 
 def test_the_planned_peak_of_a_mixture_is_current(capsys):
-    text = (DOCS / "mixtures.md").read_text()
+    text = (DOCS / "models.md").read_text()
     (said,) = re.findall(r"^ {4}qerl (plan (?:.*\\\n)*.*)", text, flags=re.MULTILINE)
     command(shlex.split(said.replace("\\\n", "")))
     (peak,) = re.findall(r"^peak +(\S+) GB", capsys.readouterr().out, flags=re.MULTILINE)
