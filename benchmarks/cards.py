@@ -1,4 +1,4 @@
-"""List which shapes train on a GPU of each memory size, as `qerl plan` predicts it (docs/cards.md).
+"""List which shapes train on a GPU of each memory size, as `qerl plan` predicts it (dev/cards.md).
 
 Nothing here is measured: memory comes from learner/plan/memory.py, speed from learner/plan/speed.py.
 """

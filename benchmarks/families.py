@@ -1,4 +1,4 @@
-"""The table of docs/families.md: for each family what computes its decode steps, exact mode and the learner.
+"""The table of docs/models.md: for each family what computes its decode steps, exact mode and the learner.
 
 A family is a small model of it, with sizes that the kernels take, from a config.json as published ones are.
 Every entry is an answer of the code that decides it at run time, so that the table cannot promise more.
@@ -21,7 +21,7 @@ from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import Kernels
 from qerl.models.families import FAMILIES, from_hf_config
 
-_PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+_PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 _START, _END = "<!-- families -->", "<!-- end of families -->"
 _PAGE_TOKENS, _RANK = 16, 32
 _KERNELS: tuple[Kernels, ...] = ("hopper", "portable")
@@ -103,7 +103,7 @@ _COLUMNS = (
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FamiliesOptions:
     write: bool = False
-    """Write the table into docs/families.md instead of printing it."""
+    """Write the table into docs/models.md instead of printing it."""
 
 
 def print_families(options: FamiliesOptions) -> None:

@@ -50,7 +50,7 @@ from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape
 
 _SMS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
-_TABLE_PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+_TABLE_PAGE = Path(__file__).parents[1] / "dev" / "architectures.md"
 _START, _END = "<!-- kernels -->", "<!-- end of kernels -->"
 _META, _PAGE, _PAGES = torch.device("meta"), 16, 128
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -82,7 +82,7 @@ class MatrixOptions:
     """Threads that compile."""
 
     write: bool = False
-    """Write the table into docs/architectures.md instead of printing it."""
+    """Write the table into dev/architectures.md instead of printing it."""
 
 
 def print_matrix(options: MatrixOptions) -> None:

@@ -1,4 +1,4 @@
-"""Fill the tables that README.md and docs/*.md mark:
+"""Fill the tables that README.md, docs/*.md and dev/*.md mark:
 
 <!-- table speed -->
 ...
@@ -37,11 +37,11 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TableOptions:
     write: bool = False
-    """Fill the marked tables of README.md and docs/*.md; otherwise print all tables."""
+    """Fill the marked tables of README.md, docs/ and dev/; otherwise print all tables."""
 
 
 def write_tables(options: TableOptions) -> None:
-    """Print all tables, or fill the marked tables of README.md and docs/."""
+    """Print all tables, or fill the marked tables of README.md, docs/ and dev/."""
     rows = read_rows(ROOT / RESULTS)
     if not options.write:
         names = (name for name in TABLES if name != "all")
@@ -56,7 +56,7 @@ def write_tables(options: TableOptions) -> None:
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md")), *sorted((root / "dev").glob("*.md"))]
 
 
 def fill(text: str, rows: list[Row], page: str) -> str:

@@ -90,7 +90,7 @@ def speed_table(rows: list[Row]) -> str:
     title = (
         "Qwen2.5 shapes, random weights, FlashAttention 2; medians of at least 3 runs. 256-token prompts,"
         " samples of 1,024 unless said; sampling: 1 sample a prompt, steps: 8. Ratio: how many times faster"
-        " NVFP4 is than BF16 in the same code, at one commit if there are such rows; docs/speed.md has newer"
+        " NVFP4 is than BF16 in the same code, at one commit if there are such rows; dev/speed.md has newer"
         " ones of some cases."
     )
     columns = [name for gpu in gpus for name in (f"{gpu.split()[0]} NVFP4", "BF16", "ratio")]

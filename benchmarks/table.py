@@ -1,4 +1,4 @@
-"""Format all rows as the tables of docs/speed.md, a table for each kind of benchmark and GPU."""
+"""Format all rows as the tables of dev/speed.md, a table for each kind of benchmark and GPU."""
 
 import dataclasses
 from collections.abc import Callable

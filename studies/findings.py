@@ -1,4 +1,4 @@
-"""Write the verdicts of all studies in a few lines, for the README and docs/findings.md.
+"""Write the verdicts of all studies in a few lines, for a reader of the repository.
 
 - Supported: MXFP4 has a higher entropy than BF16 (+0.778 in entropy, 95 % CI [0.768, 0.787]).
 - Refuted: NF4 has a lower entropy than BF16 (-0.129 in entropy, 95 % CI [-0.141, -0.116]).
@@ -61,7 +61,7 @@ def brief(results: Sequence[Result]) -> str:
 
 
 def write_findings(folder: Path) -> Path:
-    """Write FOLDER/findings.md, which docs/findings.md quotes; return its path."""
+    """Write FOLDER/findings.md, which docs/studies.md names; return its path."""
     path = folder / "findings.md"
     write_atomic(path, f"{brief(results_in(folder))}\n".encode())
     return path

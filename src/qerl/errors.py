@@ -66,7 +66,7 @@ def require(condition: bool, message: str) -> None:
 def check_platform() -> None:
     """Raise UserError on native Windows, which lacks fork, resource limits and file locks."""
     if sys.platform == "win32":
-        raise UserError("qerl needs Linux or macOS; on Windows install it in WSL 2 (docs/machines.md)")
+        raise UserError("qerl needs Linux or macOS; on Windows install it in WSL 2 (docs/hardware.md)")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -36,7 +36,7 @@ def test_the_papers_settings_for_both_runs(recipe):
     assert (noise.schedule, noise.unit, noise.noise_in) == ("exponential", "absolute", "sampler")
     assert (algo.epsilon, algo.epsilon_high, algo.beta, algo.advantage) == (0.2, 0.28, 0.0, "group")
     assert (algo.dynamic_sampling, algo.overlong) == (False, "mask")
-    assert learn.optim == "adamw", "a departure from table 4, named in recipes/paper.py and docs/paper.md"
+    assert learn.optim == "adamw", "a departure from table 4, named in recipes/paper.py and docs/gsm8k.md"
     assert (learn.learning_rate, learn.betas, learn.weight_decay) == (1e-5, (0.9, 0.99), 0.1)
     assert (learn.lr_scheduler_type, learn.warmup_ratio, learn.max_grad_norm) == ("cosine", 0.1, 0.2)
     assert (config.model.format, config.adapter.rank, len(config.adapter.target_modules)) == ("nvfp4", 32, 7)

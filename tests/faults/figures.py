@@ -1,4 +1,4 @@
-"""Every fault that the tests try a few of, tried throughout; the figures go into docs/faults.md.
+"""Every fault that the tests try a few of, tried throughout; the figures go into dev/faults.md.
 
 PYTHONPATH=src python tests/faults/figures.py      half an hour of two cores, as root for the full disk
 """
@@ -18,7 +18,7 @@ from faults import damage, disks, kills, runs
 
 NUM_KILLS, SEED = 50, 0
 RESULTS = Path(__file__).with_name("figures.json")
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+PAGE = Path(__file__).parents[2] / "dev" / "faults.md"
 
 
 def killed(files: Path, folder: Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ MEASURES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
 
 
 def page(found: dict[str, Any]) -> dict[str, str]:
-    """The text of each marked block of docs/faults.md."""
+    """The text of each marked block of dev/faults.md."""
     one, disk, files = (found[name] for name in MEASURES)
     places = "\n".join(f"| {place} | {count} |" for place, count in one["places"].items())
     harms = list(damage.HARMS)

@@ -64,6 +64,7 @@ SHORT = {
     "help",
     "debug",
 }
+MAX_WORDS = 42_500  # of all pages of the site
 PLACEHOLDERS = {"my_recipe", "RECIPE"}
 
 
@@ -122,16 +123,24 @@ def test_the_benchmarks_of_a_page_exist(page):
 
 def test_every_part_of_a_config_is_on_its_page():
     listed = re.findall(
-        r"^::: qerl\.config\.(\w+)$", (ROOT / "docs" / "config.md").read_text(), flags=re.MULTILINE
+        r"^::: qerl\.config\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE
     )
     assert sorted(listed) == sorted(name for name in vars(config) if name.endswith("Config"))
 
 
-def test_every_section_that_a_page_quotes_is_in_the_readme():
-    readme = (ROOT / "README.md").read_text()
-    quoted = {name for page in PAGES[1:] for name in re.findall(r'"README\.md:(\w+)"', page.read_text())}
-    marked = set(re.findall(r"\[start:(\w+)\]", readme))
-    assert quoted == marked == set(re.findall(r"\[end:(\w+)\]", readme)) and "reward" in quoted
+def test_only_the_api_page_has_directives_that_a_code_host_does_not_render():
+    assert not [page.name for page in PAGES if "--8<--" in page.read_text()]
+    assert [p.name for p in PAGES if re.search(r"^::: ", p.read_text(), re.M)] == ["api.md"]
+
+
+def test_the_page_of_agents_shows_the_example_as_it_is():
+    example = (ROOT / "examples" / "agent_openai.py").read_text().strip()
+    assert f"```python\n{example}\n```" in (ROOT / "docs" / "agent.md").read_text()
+
+
+def test_the_site_has_a_size_that_a_person_can_read():
+    assert len(PAGES[1:]) <= 32
+    assert sum(len(page.read_text().split()) for page in PAGES[1:]) <= MAX_WORDS
 
 
 def test_the_page_of_the_config_has_every_part_of_it():
@@ -139,7 +148,7 @@ def test_the_page_of_the_config_has_every_part_of_it():
 
     parts = {name for name in dir(qerl.config) if name.endswith("Config")}
     assert parts == set(
-        re.findall(r"^::: qerl\.config\.(\w+)$", (ROOT / "docs" / "config.md").read_text(), re.M)
+        re.findall(r"^::: qerl\.config\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
     )
 
 

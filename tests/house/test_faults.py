@@ -1,11 +1,11 @@
-"""The attacks that docs/faults.md lists: each has a row with its test, and each test that it names exists."""
+"""The attacks that dev/faults.md lists: each has a row with its test, and each test that it names exists."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "dev" / "faults.md"
 HEAD = "| attack | what happens | test |"
 
 

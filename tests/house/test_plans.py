@@ -24,7 +24,7 @@ def plans(page: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("page", ["fitting.md", "gsm8k.md"])
+@pytest.mark.parametrize("page", ["hardware.md", "gsm8k.md"])
 def test_the_plans_that_a_page_prints_are_current(page, capsys):
     printed = plans(page)
     assert printed
@@ -34,7 +34,7 @@ def test_the_plans_that_a_page_prints_are_current(page, capsys):
 
 
 def test_the_planned_peak_of_a_mixture_is_current(capsys):
-    text = (DOCS / "mixtures.md").read_text()
+    text = (DOCS / "models.md").read_text()
     (said,) = re.findall(r"^ {4}qerl (plan (?:.*\\\n)*.*)", text, flags=re.MULTILINE)
     command(shlex.split(said.replace("\\\n", "")))
     (peak,) = re.findall(r"^peak +(\S+) GB", capsys.readouterr().out, flags=re.MULTILINE)

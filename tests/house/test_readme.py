@@ -34,16 +34,20 @@ def test_it_is_short():
     assert README.read_text().count("\n") <= 150
 
 
-def test_the_python_example_compiles_and_names_what_there_is():
-    import qerl
-
-    example = re.search(r"```python\n(import dataclasses.*?)```", README.read_text(), flags=re.DOTALL)
+def test_its_reward_is_right_for_right_numbers():
+    example = re.search(r"```python\n(def score.*?)```", README.read_text(), flags=re.DOTALL)
     assert example
-    compile(example[1], "README.md", "exec")
-    for path in re.findall(r"qerl\.([a-z_.]+)\(", example[1]):
-        found = qerl
-        for part in path.split("."):
-            found = getattr(found, part)
+    names: dict = {}
+    exec(compile(example[1], "README.md", "exec"), names)
+    answers = [[{"content": text}] for text in ("42.", "41", "It is 42.")]
+    assert names["score"](answers, ["42"] * 3) == [1.1, 0.1, 0.0]
+
+
+def test_each_page_that_it_names_is_a_link_to_a_file():
+    text = README.read_text()
+    linked = re.findall(r"\]\(((?!http)[^)#]+)[^)]*\)", text)
+    assert len(set(linked)) > 20 and not [path for path in linked if not (ROOT / path).exists()]
+    assert not re.findall(r"(?<!\()\bdocs/[\w-]+\.md", text)
 
 
 if __name__ == "__main__":

@@ -16,5 +16,5 @@ def test_every_marked_table_is_current(page):
 
 def test_the_table_of_families_is_current():
     """`python -m benchmarks families --write` changes nothing."""
-    page = (ROOT / "docs" / "families.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     assert filled(page) == page

@@ -493,7 +493,7 @@ def test_the_command_says_what_auto_takes(capsys, gpu_gb, taken):
 def test_the_page_shows_what_the_command_prints(capsys):
     command(["plan", "qwen2.5-7b", "--gpu", "rtx-4090"])
     printed = "".join(f"    {line}".rstrip() + "\n" for line in capsys.readouterr().out.splitlines())
-    assert printed in (ROOT / "docs" / "fitting.md").read_text()
+    assert printed in (ROOT / "docs" / "hardware.md").read_text()
 
 
 def test_samples_are_not_longer_on_the_mean_than_at_most():

@@ -20,7 +20,7 @@ from qerl.models.architecture import LayerKind, Mixture
 from qerl.models.peft.adapter import adapter_tensors
 from qerl.models.random_weights import SHAPES, random_decoder
 
-MIXTURES = Path(__file__).parents[2] / "docs" / "mixtures.md"
+MIXTURES = Path(__file__).parents[2] / "docs" / "models.md"
 PROMPT = 40
 EXPERTS = Mixture(num_experts=8, num_chosen=2, width=64, softmax_over="chosen", stored="separate")
 MIXED = dataclasses.replace(

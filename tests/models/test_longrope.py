@@ -45,7 +45,7 @@ def test_one_token_more_changes_transformers_logits_of_all_before_it(model):
 
 
 def with_long_frequencies(folder):
-    """Edit config.json as docs/families.md says."""
+    """Edit config.json as docs/models.md says."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"

@@ -2,7 +2,7 @@
 
 What the table takes for granted: a unit, a sign of percent or of degrees that one side leaves out is not
 missed; decimals are exact; a list has no order, a tuple has one; the last answer of a text is its answer.
-`python tests/tasks/test_answers.py` prints the figures of docs/evaluation.md.
+`python tests/tasks/test_answers.py` prints the figures of docs/evaluate.md.
 """
 
 import csv
