@@ -447,3 +447,65 @@ def test_the_system_message_is_the_servers_where_a_chat_brings_none(model):
         replies = [client.post(CHAT, json=HELLO | change).json() for change in ({}, {"messages": mine})]
         assert replies[0]["choices"] == replies[1]["choices"]
         assert replies[0]["usage"]["prompt_tokens"] == 13
+
+
+def placed(events_or_choices, key):
+    """The entries of logprobs of the first choice, one after the other."""
+    found = [each for each in events_or_choices if each["index"] == 0 and each["logprobs"]]
+    return [entry for each in found for entry in each["logprobs"][key] or []]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("stop", [[], ["\ufffd"], ["a", "b", "c", "d", "e"]])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_logprobs_give_the_bytes_and_places_of_the_text(client, path, stop, seed):
+    more = {"seed": seed, "stop": stop, "max_tokens": 300, "temperature": 1.5}
+    if path == CHAT:
+        ask = HELLO | more | {"logprobs": True, "top_logprobs": 3}
+    else:
+        ask = PLAIN | more | {"logprobs": 3}
+    (whole,) = client.post(path, json=ask).json()["choices"]
+    chunks = [
+        choice
+        for event in events(client.post(path, json=ask | {"stream": True}))
+        for choice in event["choices"]
+    ]
+    for key in ["content"] if path == CHAT else ["tokens", "token_logprobs", "top_logprobs", "text_offset"]:
+        assert placed(chunks, key) == placed([whole], key)
+        assert stop or placed(chunks, key)
+    if path == CHAT:
+        content = whole["logprobs"]["content"]
+        data = b"".join(bytes(each["bytes"]) for each in content)
+        assert data.decode("utf-8", "replace") == whole["message"]["content"]
+        for each in content:
+            assert [each["token"], each["bytes"]] in [
+                [t["token"], t["bytes"]] for t in each["top_logprobs"]
+            ] or (each["logprob"] <= each["top_logprobs"][-1]["logprob"])
+        return
+    tokens, offsets = whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"]
+    assert len(tokens) == len(offsets) and offsets == sorted(offsets)
+    for name, start in zip(tokens, offsets, strict=True):
+        if len(name) == 1:
+            assert whole["text"][start] == name
+
+
+def test_the_end_token_is_in_logprobs_only_beside_token_ids(client, model):
+    ask = HELLO | {"max_tokens": 900, "logprobs": True, "temperature": 2.0}
+    (plain,) = client.post(CHAT, json=ask).json()["choices"]
+    (with_ids,) = client.post(CHAT, json=ask | {"return_token_ids": True}).json()["choices"]
+    assert plain["finish_reason"] == "stop" and with_ids["token_ids"][-1] in model.engine.stop_token_ids
+    *content, end = with_ids["logprobs"]["content"]
+    assert content == plain["logprobs"]["content"] and len(content) + 1 == len(with_ids["token_ids"])
+    assert end["token"] == model.engine.tokenizer.decode(with_ids["token_ids"][-1:]) and end["bytes"] == []
+
+
+def test_an_echo_places_the_prompt_and_the_answer(client):
+    prompt = "caf\u00e9 <|im_start|>\U0001f600!"
+    ask = PLAIN | {"prompt": prompt, "echo": True, "logprobs": 2}
+    (choice,) = client.post(COMPLETIONS, json=ask).json()["choices"]
+    found = choice["logprobs"]
+    offsets = [0, 1, 2, 3, 3, 4, 5, *[17] * 4, 18]
+    assert found["text_offset"][:12] == offsets and found["text_offset"][12] == len(prompt) == 19
+    assert found["tokens"][3:5] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"])

@@ -31,7 +31,7 @@ from qerl.serve.metrics import CONTENT_TYPE, ServerMetrics
 from qerl.serve.request import CompletionRequest, RequestParser
 from qerl.serve.response import ApiResponse, ChatResponse, CompletionResponse, event
 from qerl.serve.responses import ResponsesBody, ResponsesResponse
-from qerl.serve.stream import TextStream
+from qerl.serve.stream import TokenStream
 from qerl.tracking.loopback import names_this_machine
 from qerl.types import Sample, TokenLogprob
 
@@ -144,7 +144,7 @@ class Routes:
     def __init__(self, parser: RequestParser, batcher: Batcher, metrics: ServerMetrics):
         self._metrics = metrics
         self._parser, self._batcher, self._created = parser, batcher, int(time.time())
-        self._names = parser.name, parser.model.engine.tokenizer
+        self._names = parser.name, parser.model
         self._parse_thread = ThreadPoolExecutor(1, "parser")
         self._write_thread = ThreadPoolExecutor(1, "writer")  # names of a million tokens take seconds
         self._grammar_threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "grammar")
@@ -189,7 +189,7 @@ class Routes:
             return body, parser.chat_of(body.to_chat())
 
         body, parsed = await self._parsed(parse, await self._body(request))
-        return await self._answer(request, parsed, ResponsesResponse(body, parsed, *self._names))
+        return await self._answer(request, parsed, ResponsesResponse(body, parsed, self._parser.name))
 
     def _parser_of(self, request: Request) -> RequestParser:
         return getattr(request.state, "parser", self._parser)
@@ -254,7 +254,8 @@ class Routes:
         self, parsed: CompletionRequest, items: StreamQueue, response: ApiResponse
     ) -> AsyncIterator[str]:
         pending, is_each_sent = parsed.pending, parsed.body.with_logprobs or parsed.body.return_token_ids
-        streams = [TextStream(self._parser.model, pending.sampling.stop) for _ in range(pending.num_choices)]
+        model, stop, keeps_end = self._parser.model, pending.sampling.stop, parsed.body.return_token_ids
+        streams = [TokenStream(model, stop, keeps_end=keeps_end) for _ in range(pending.num_choices)]
         num_running, num_tokens = pending.num_choices, 0
         for each in response.start():
             yield each
@@ -265,8 +266,9 @@ class Routes:
                 return
             choice, token, ended = item
             num_tokens += 1
-            if (text := streams[choice].add(token.token, ended)) or is_each_sent:
-                for each in response.piece(choice, text, [token]):
+            text, tokens = streams[choice].add(token, ended)
+            if text or (tokens and is_each_sent):
+                for each in response.piece(choice, text, tokens):
                     yield each
             if ended is not None:
                 num_running -= 1

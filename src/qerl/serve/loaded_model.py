@@ -1,6 +1,7 @@
 """Load a model, or the newest checkpoint of a run, for sampling."""
 
 import dataclasses
+import functools
 import sys
 from functools import partial
 from pathlib import Path
@@ -8,15 +9,20 @@ from pathlib import Path
 from qerl.config import ModelConfig, NoiseConfig, RunConfig
 from qerl.engine.local_engine import LocalEngine
 from qerl.models.device import resolve_device
+from qerl.serve.token_text import TokenBytes
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class LoadedModel:
     engine: LocalEngine
     max_positions: int
     """Longest prompt and answer together, in tokens."""
+
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(self.engine.tokenizer)
 
 
 def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> LoadedModel:

@@ -4,19 +4,20 @@ With return_token_ids, as in vLLM, a choice has `token_ids` and, for completions
 has the latter beside its choices. /v1/responses is in responses.py.
 """
 
-import itertools
 import json
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase as Tokenizer
-
 from qerl.serve.fields import CompletionBody
+from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.request import CompletionRequest
+from qerl.serve.stream import PlacedToken, place_prompt, place_tokens
+from qerl.serve.token_text import TokenBytes
 from qerl.serve.tools import ParsedCall, ToolCallStream
-from qerl.types import Sample, TokenLogprob
+from qerl.types import Sample
 
 Json = dict[str, Any]
 
@@ -30,7 +31,7 @@ class ApiResponse(Protocol):
         """Return the first events of a stream."""
         ...
 
-    def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
+    def piece(self, index: int, text: str, tokens: list[PlacedToken]) -> list[str]:
         """Return the events of a choice's next text and of the tokens since its last piece."""
         ...
 
@@ -65,9 +66,9 @@ class Envelope:
             return [done]
         return [event(self.chunk([]) | {"usage": self._usage(num_tokens)}), done]
 
-    def token_ids(self, tokens: list[TokenLogprob]) -> Json:
+    def token_ids(self, tokens: list[PlacedToken]) -> Json:
         is_asked = self._request.body.return_token_ids
-        return {"token_ids": [each.token for each in tokens]} if is_asked else {}
+        return {"token_ids": [each.sampled.token for each in tokens]} if is_asked else {}
 
     def prompt_token_ids(self, index: int) -> Json:
         if not self._request.body.return_token_ids:
@@ -82,8 +83,8 @@ class Envelope:
 
 
 class CompletionResponse:
-    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer):
-        self._request, self._tokenizer = request, tokenizer
+    def __init__(self, request: CompletionRequest, model: str, loaded: LoadedModel):
+        self._request, self._loaded = request, loaded
         self._envelope = Envelope("cmpl", "text_completion", "text_completion", request, model)
         self._has_answer = request.body.num_answer_tokens != 0  # 0: the engine's one token is left out
         self._num_top = request.body.num_top_logprobs
@@ -97,35 +98,34 @@ class CompletionResponse:
 
     def _whole_choice(self, index: int, sample: Sample) -> Json:
         request, body, p = self._request, self._request.body, index // self._request.body.n
-        tokens = request.pending.tokens[index] if self._has_answer else []
+        tokens = _placed(self._loaded, request, index, sample) if self._has_answer else []
         text, finish = (sample.text, sample.finish) if self._has_answer else ("", "length")
-        all_tokens, prompt_T = list[TokenLogprob | None](tokens), list[int]()
+        echoed, shown = "", list[PlacedToken]()
         if request.with_echo:
             prompt = request.prompts_P[p]
-            text = (prompt.text or str(self._tokenizer.decode(prompt.tokens_T))) + text
-            if request.pending.prompt_logprobs_P is not None:
-                prompt_T = prompt.tokens_T
-                all_tokens = [None, *request.pending.prompt_logprobs_P[p].tokens, *tokens]
-        logprobs = self._logprobs(all_tokens, [*prompt_T, *(each.token for each in tokens)])
+            echoed = prompt.text or str(self._loaded.engine.tokenizer.decode(prompt.tokens_T))
+            if (found_P := request.pending.prompt_logprobs_P) is not None:
+                shown = place_prompt(self._loaded.token_bytes, prompt.tokens_T, found_P[p].tokens, echoed)
+        num_prompt = len(shown)
+        shown += [PlacedToken(each.sampled, each.place.after(len(echoed))) for each in tokens]
         return {
             "index": index,
-            "text": text,
-            "logprobs": logprobs if body.with_logprobs else None,
+            "text": echoed + text,
+            "logprobs": self._logprobs(shown, num_prompt) if body.with_logprobs else None,
             "finish_reason": finish,
             **self._envelope.token_ids(tokens),
             **self._envelope.prompt_token_ids(p),
         }
 
-    def _logprobs(self, tokens: list[TokenLogprob | None], ids: list[int]) -> Json:
-        name = _token_id_text if self._with_ids else lambda token: str(self._tokenizer.decode([token]))
-        return _completion_logprobs(name, tokens, list(map(name, ids)), self._num_top)
+    def _logprobs(self, tokens: list[PlacedToken], num_prompt: int = 0) -> Json:
+        name = _token_id_text if self._with_ids else partial(self._loaded.token_bytes.name, prefix="bytes:")
+        return _completion_logprobs(name, self._loaded.token_bytes, tokens, self._num_top, num_prompt > 0)
 
     def start(self) -> list[str]:
         return []
 
-    def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
-        is_asked, ids = self._request.body.with_logprobs, [each.token for each in tokens]
-        logprobs = self._logprobs([*tokens], ids) if is_asked else None
+    def piece(self, index: int, text: str, tokens: list[PlacedToken]) -> list[str]:
+        logprobs = self._logprobs(tokens) if self._request.body.with_logprobs else None
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return [event(self._envelope.chunk([choice | self._envelope.token_ids(tokens)]))]
 
@@ -138,8 +138,8 @@ class CompletionResponse:
 
 
 class ChatResponse:
-    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer):
-        self._request, self._tokenizer = request, tokenizer
+    def __init__(self, request: CompletionRequest, model: str, loaded: LoadedModel):
+        self._request, self._loaded = request, loaded
         self._envelope = Envelope("chatcmpl", "chat.completion", "chat.completion.chunk", request, model)
         self._calls = [request.tool_call_stream() for _ in range(request.pending.num_choices)]
 
@@ -153,7 +153,7 @@ class ChatResponse:
         message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [call.to_json() for call in calls]
-        tokens = self._request.pending.tokens[index]
+        tokens = _placed(self._loaded, self._request, index, sample)
         return {
             "index": index,
             "message": message,
@@ -169,12 +169,10 @@ class ChatResponse:
         ]
         return [event(chunk | self._envelope.prompt_token_ids(0)) for chunk in chunks]
 
-    def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
+    def piece(self, index: int, text: str, tokens: list[PlacedToken]) -> list[str]:
         return self._events(index, *self._calls[index].add(text), tokens)
 
-    def _events(
-        self, index: int, text: str, calls: list[ParsedCall], tokens: list[TokenLogprob]
-    ) -> list[str]:
+    def _events(self, index: int, text: str, calls: list[ParsedCall], tokens: list[PlacedToken]) -> list[str]:
         delta: Json = {"content": text} if text else {}
         if calls:
             first = self._calls[index].num_calls - len(calls)
@@ -199,8 +197,8 @@ class ChatResponse:
     def _finish(self, index: int, sample: Sample) -> str | None:
         return "tool_calls" if self._calls[index].num_calls else sample.finish
 
-    def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
-        return _chat_logprobs(self._tokenizer, tokens) if self._request.body.with_logprobs else None
+    def _logprobs(self, tokens: list[PlacedToken]) -> Json | None:
+        return _chat_logprobs(self._loaded.token_bytes, tokens) if self._request.body.with_logprobs else None
 
 
 def split_calls(stream: ToolCallStream, text: str) -> tuple[str, list[ParsedCall]]:
@@ -209,39 +207,62 @@ def split_calls(stream: ToolCallStream, text: str) -> tuple[str, list[ParsedCall
     return before + after, calls + last
 
 
-def _token_id_text(token: int) -> str:
+def _placed(loaded: LoadedModel, request: CompletionRequest, index: int, sample: Sample) -> list[PlacedToken]:
+    """Return the tokens of a whole choice, if they are asked for."""
+    body, pending = request.body, request.pending
+    if not (body.with_logprobs or body.return_token_ids):
+        return []
+    stop, keeps_end = pending.sampling.stop, body.return_token_ids
+    return place_tokens(loaded, stop, pending.tokens[index], sample, keeps_end=keeps_end)
+
+
+def _token_id_text(token: int, data: bytes) -> str:
     """Return a token's name in vLLM's return_tokens_as_token_ids."""
     return f"token_id:{token}"
 
 
-def _chat_logprobs(tokenizer: Tokenizer, tokens: list[TokenLogprob]) -> Json:
-    def entry(token: int, logprob: float) -> Json:
-        text = str(tokenizer.decode([token]))
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _with_data(token_bytes: TokenBytes, each: PlacedToken) -> list[tuple[int, float, bytes]]:
+    """Return the most likely tokens in a token's place, their logprobs and what each would add."""
+    sampled, place = each.sampled, each.place
+    return [
+        (token, logprob, place.data if token == sampled.token else token_bytes.data_at(token, place.start))
+        for token, logprob in sampled.top
+    ]
+
+
+def _chat_logprobs(token_bytes: TokenBytes, tokens: list[PlacedToken]) -> Json:
+    def entry(token: int, logprob: float, data: bytes) -> Json:
+        return {"token": token_bytes.name(token, data), "logprob": logprob, "bytes": list(data)}
 
     content = [
-        entry(each.token, each.logprob) | {"top_logprobs": [entry(*top) for top in each.top]}
+        entry(each.sampled.token, each.sampled.logprob, each.place.data)
+        | {"top_logprobs": [entry(*top) for top in _with_data(token_bytes, each)]}
         for each in tokens
     ]
     return {"content": content, "refusal": None}
 
 
 def _completion_logprobs(
-    name: Callable[[int], str], tokens: list[TokenLogprob | None], texts: list[str], num_top: int
+    name: Callable[[int, bytes], str],
+    token_bytes: TokenBytes,
+    tokens: list[PlacedToken],
+    num_top: int,
+    with_prompt: bool,
 ) -> Json:
-    """name: of a token among the most likely ones. texts: of the tokens. None: the first token of a prompt,
-    which nothing predicts."""
+    """with_prompt: the first token is that of a prompt, which nothing predicts."""
 
-    def top(each: TokenLogprob) -> dict[str, float]:
+    def top(each: PlacedToken) -> dict[str, float]:
         """Tokens with the same name are one entry, that of the most likely."""
         logprobs: dict[str, float] = {}
-        for token, logprob in (*each.top, (each.token, each.logprob)):
-            logprobs.setdefault(name(token), logprob)
+        sampled = each.sampled.token, each.sampled.logprob, each.place.data
+        for token, logprob, data in (*_with_data(token_bytes, each), sampled):
+            logprobs.setdefault(name(token, data), logprob)
         return logprobs
 
+    predicted, first = tokens[with_prompt:], [None] * with_prompt
     return {
-        "tokens": texts,
-        "token_logprobs": [None if each is None else each.logprob for each in tokens],
-        "top_logprobs": [None if each is None else top(each) for each in tokens] if num_top else None,
-        "text_offset": [0, *itertools.accumulate(map(len, texts))][:-1],
+        "tokens": [name(each.sampled.token, each.place.data) for each in tokens],
+        "token_logprobs": [*first, *(each.sampled.logprob for each in predicted)],
+        "top_logprobs": [*first, *map(top, predicted)] if num_top else None,
+        "text_offset": [each.place.start for each in tokens],
     }

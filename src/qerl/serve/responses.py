@@ -10,13 +10,13 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qerl.serve.fields import ChatBody, Fields, RequestBody, api_error
 from qerl.serve.request import CompletionRequest
 from qerl.serve.response import event, split_calls
+from qerl.serve.stream import PlacedToken
 from qerl.serve.tools import ParsedCall
-from qerl.types import Sample, TokenLogprob
+from qerl.types import Sample
 
 Json = dict[str, Any]
 
@@ -113,7 +113,7 @@ class ResponsesBody(RequestBody):
 class ResponsesResponse:
     """The response to one request of /v1/responses."""
 
-    def __init__(self, body: ResponsesBody, request: CompletionRequest, model: str, tokenizer: Tokenizer):
+    def __init__(self, body: ResponsesBody, request: CompletionRequest, model: str):
         self._body, self._request, self._model = body, request, model
         self._id, self._created = _new_id("resp"), int(time.time())
         self._calls, self._numbers = request.tool_call_stream(), itertools.count()
@@ -130,7 +130,7 @@ class ResponsesResponse:
         response = self._response(None, [], 0)
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
-    def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
+    def piece(self, index: int, text: str, tokens: list[PlacedToken]) -> list[str]:
         text, calls = self._calls.add(text)
         return self._text_events(text) + self._call_events(calls)
 

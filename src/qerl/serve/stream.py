@@ -1,46 +1,51 @@
 """Detokenize one sample incrementally, in pieces of text that never have to be taken back.
 
 A piece waits while its last character may be incomplete, and while its end may be the start of a stop string.
-Only the tokens since the piece before the last are decoded again: a tokenizer may strip a space from the
-first token that it decodes, but from no later one. The pieces add up to the engine's text:
-tests/serve/test_stream.py.
+A token waits until all of its text is sent. The pieces add up to the engine's text, and the tokens to those
+of a whole answer: tests/serve/test_stream.py, tests/serve/test_token_text.py.
 """
 
-from qerl.serve.loaded_model import LoadedModel
-from qerl.types import Sample
+import dataclasses
 
-_INCOMPLETE = "\ufffd"
+from qerl.serve.loaded_model import LoadedModel
+from qerl.serve.token_text import TokenBytes, TokenReader, TokenText
+from qerl.types import Sample, TokenLogprob
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacedToken:
+    sampled: TokenLogprob
+    place: TokenText
 
 
 class TextStream:
     def __init__(self, model: LoadedModel, stop: tuple[str, ...]):
-        self._tokenizer, self._stop_tokens = model.engine.tokenizer, model.engine.stop_token_ids
-        self._stop = stop
-        self._tokens_T: list[int] = []
-        self._context_start = self._num_decoded = 0  # decoding starts at the first, new text at the second
+        self._stop_tokens, self._stop = model.engine.stop_token_ids, stop
+        self._reader = TokenReader(model.token_bytes)
         self._pending = ""
-        self._num_sent = 0
+        self._num_sent = self._num_placed = 0
 
     def add(self, token: int, ended: Sample | None) -> str:
         """Return the text that this token completes; all that is left once the sample has ended."""
+        self._pending += self._reader.add_empty() if token in self._stop_tokens else self._reader.add(token)
         if ended is not None:
-            return ended.text[self._num_sent :]
-        if token not in self._stop_tokens:
-            self._tokens_T.append(token)
-            self._pending += self._new_text()
-        num_safe = self._num_safe()
-        piece, self._pending = self._pending[:num_safe], self._pending[num_safe:]
+            self._reader.close()
+            piece = ended.text[self._num_sent :]
+        else:
+            num_safe = self._num_safe()
+            piece, self._pending = self._pending[:num_safe], self._pending[num_safe:]
         self._num_sent += len(piece)
         return piece
 
-    def _new_text(self) -> str:
-        """Return what the newest tokens add, once they end on a whole character."""
-        text = self._decode(self._tokens_T[self._context_start :])
-        if text.endswith(_INCOMPLETE):
-            return ""
-        context = self._decode(self._tokens_T[self._context_start : self._num_decoded])
-        self._context_start, self._num_decoded = self._num_decoded, len(self._tokens_T)
-        return text[len(context) :]
+    def take_places(self, ended: Sample | None) -> list[TokenText]:
+        """Return what the next tokens add whose text is sent; all that are left once the sample has ended."""
+        places_T, first = self._reader.places_T, self._num_placed
+        if ended is not None:
+            self._num_placed = len(places_T)
+            return places_T[first:]
+        while self._num_placed < len(places_T) and places_T[self._num_placed].end <= self._num_sent:
+            self._num_placed += 1
+        return places_T[first : self._num_placed]
 
     def _num_safe(self) -> int:
         """Return how many pending characters precede any stop string or its possible start."""
@@ -51,7 +56,59 @@ class TextStream:
         ]
         return min([*whole, *starts, len(pending)])
 
-    def _decode(self, tokens_T: list[int]) -> str:
-        text = self._tokenizer.decode(tokens_T, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+
+class TokenStream:
+    """The pieces of a sample's text, each with the tokens that end in it.
+
+    keeps_end: the token that ended the sample, and those of a stop string, come too, without bytes.
+    """
+
+    def __init__(self, model: LoadedModel, stop: tuple[str, ...], *, keeps_end: bool):
+        self._stop_tokens, self._keeps_end = model.engine.stop_token_ids, keeps_end
+        self._text = TextStream(model, stop)
+        self._waiting: list[TokenLogprob] = []
+
+    def add(self, token: TokenLogprob, ended: Sample | None) -> tuple[str, list[PlacedToken]]:
+        self._waiting.append(token)
+        piece = self._text.add(token.token, ended)
+        places = self._text.take_places(ended)
+        placed = list(map(PlacedToken, self._waiting, places))
+        del self._waiting[: len(places)]
+        return piece, placed if ended is None else self._cut(placed, len(ended.text))
+
+    def _cut(self, placed: list[PlacedToken], num_chars: int) -> list[PlacedToken]:
+        """Return the last tokens of a sample with what they add to its text."""
+        cut = list[PlacedToken]()
+        for each in placed:
+            is_end = each is placed[-1] and each.sampled.token in self._stop_tokens
+            is_cut = bool(each.place.data) and each.place.start >= num_chars
+            if (is_end or is_cut) and not self._keeps_end:
+                break
+            cut.append(PlacedToken(each.sampled, each.place.before(num_chars)))
+        return cut
+
+
+def place_tokens(
+    model: LoadedModel, stop: tuple[str, ...], tokens: list[TokenLogprob], sample: Sample, *, keeps_end: bool
+) -> list[PlacedToken]:
+    """Return the tokens of a whole sample, as its stream has them."""
+    stream, placed = TokenStream(model, stop, keeps_end=keeps_end), list[PlacedToken]()
+    for number, token in enumerate(tokens, 1):
+        placed += stream.add(token, sample if number == len(tokens) else None)[1]
+    return placed
+
+
+def place_prompt(
+    token_bytes: TokenBytes, tokens_T: list[int], logprobs: list[TokenLogprob], text: str
+) -> list[PlacedToken]:
+    """Return the tokens of a prompt, the first with logprob 0, where they lie in its text.
+
+    A token that the tokenizer adds before a text, such as <s>, is not in it.
+    """
+    reader = TokenReader(token_bytes, skip_special_tokens=False)
+    shown = "".join(map(reader.add, tokens_T)) + reader.close()
+    num_added = len(shown) - len(text) if shown.endswith(text) else 0
+    places = [each.after(-num_added) for each in reader.places_T]
+    places = [TokenText(each.data, max(each.start, 0), max(each.end, 0)) for each in places]
+    sampled = [TokenLogprob(tokens_T[0], 0.0), *logprobs]
+    return list(map(PlacedToken, sampled, [each.before(len(text)) for each in places]))
