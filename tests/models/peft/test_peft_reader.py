@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import math
 
 import peft
 import pytest
 import torch
 from peft.tuners.lora import config as lora_configs
+from safetensors.torch import load_file, save_file
 
 from models.family_rows import load, oracle, save
 from models.tiny import logits_of
@@ -14,7 +16,7 @@ from peft_adapters import write_learned
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.models.peft.adapter import add_adapter, load_adapter
-from qerl.models.peft.peft_reader import adapter_config, read_adapter
+from qerl.models.peft.peft_reader import ADAPTER, adapter_config, read_adapter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
@@ -154,6 +156,48 @@ def test_a_pattern_that_may_take_forever_is_refused(base, tmp_path, pattern):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rank_pattern": {pattern: 4}}))
     with pytest.raises(UserError, match=r": rank_pattern must name linears, got the pattern "):
         adapter_config(str(tmp_path))
+
+
+def changed_tensor(folder, change):
+    tensors = load_file(folder / ADAPTER)
+    name = min(tensors)
+    save_file(tensors | {name: change(tensors[name])}, folder / ADAPTER)
+    return name
+
+
+def with_value(value, dtype=torch.float32):
+    return lambda tensor: torch.full_like(tensor, value, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensor: tensor.index_fill(1, torch.tensor([2]), math.nan), "NaN or infinity"),
+        (with_value(-math.inf), "NaN or infinity"),
+        (with_value(math.inf, torch.bfloat16), "NaN or infinity"),
+        (with_value(math.nan, torch.float8_e4m3fn), "NaN or infinity"),
+        (with_value(1e300, torch.float64), "NaN or infinity"),
+        (with_value(1, torch.int8), "torch.int8"),
+        (with_value(1, torch.int64), "torch.int64"),
+        (with_value(1, torch.bool), "torch.bool"),
+        (lambda tensor: tensor.flatten(), "shape"),
+        (lambda tensor: tensor[:0].clone(), "shape"),
+        (lambda tensor: torch.tensor(1.0), "shape"),
+    ],
+)
+def test_a_damaged_tensor_of_an_adapter_is_refused_by_its_name(base, tmp_path, change, said):
+    trained(base, tmp_path)
+    name = changed_tensor(tmp_path, change)
+    with pytest.raises(UserError, match=said) as error:
+        continued(base, tmp_path)
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_an_adapter_may_have_any_floating_point_type(base, tmp_path, dtype):
+    logits = trained(base, tmp_path)
+    changed_tensor(tmp_path, lambda tensor: tensor.to(dtype))
+    torch.testing.assert_close(continued(base, tmp_path)[1], logits, atol=5e-2, rtol=0)
 
 
 def test_layers_of_a_run_are_exported_for_peft(base, tmp_path):

@@ -226,6 +226,10 @@ def load_adapter(decoder: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
         expected, shape = tuple(master.shape), tuple(tensors[name].shape)
         if expected != shape:
             raise UserError(f"{name} must have the shape {expected}, got {shape}")
+        if not tensors[name].is_floating_point():
+            raise UserError(f"{name} must have floating-point numbers, got {tensors[name].dtype}")
+        if not bool(tensors[name].float().isfinite().all()):
+            raise UserError(f"{name} has NaN or infinity; the adapter is damaged, or its training diverged")
     for name, master in masters.items():
         master.copy_(tensors[name])
     publish(decoder)
