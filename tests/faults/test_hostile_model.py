@@ -12,11 +12,13 @@ import torch
 
 import tiny_run
 from models.checkpoints import tiny, write_gguf
+from qerl.config import ModelConfig, RunConfig
 from qerl.errors import UserError
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.loader import build_decoder
+from qerl.training.policy import load_sampler
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +172,36 @@ def test_json_of_a_model_that_nests_deeply_is_refused_or_not_read(model, name, d
     (model / name).write_text(f'{sound}, "x": {"[" * depth}{"]" * depth}}}')
     told = refusal(lambda: load(model))
     assert "nests deeper" in told if name == "config.json" else not told or "its tokenizer cannot be" in told
+
+
+def with_token_id(tokenizer, index):
+    tokenizer["model"]["vocab"]["h"] = index
+
+
+def with_first_token(tokenizer, index):
+    special = {"<s>": {"id": "<s>", "ids": [index], "tokens": ["<s>"]}}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    post = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+    tokenizer["post_processor"] = post
+
+
+@pytest.mark.parametrize("change", [with_token_id, with_first_token])
+@pytest.mark.parametrize("index", [272, 5000, (1 << 32) - 1])
+def test_a_token_that_the_model_does_not_have_is_refused_by_its_name(model, change, index):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    change(tokenizer, index)
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    told = refusal(lambda: sampler_of(model))
+    assert f"token {index}" in told and "272" in told and "\n" not in told
+
+
+def test_a_tokenizer_that_makes_no_token_is_refused(model):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "makes no token of a text" in refusal(lambda: sampler_of(model))
+
+
+def sampler_of(model):
+    config = RunConfig(model=ModelConfig(path=str(model), dtype="fp32", device="cpu"))
+    return load_sampler(config, load_tokenizer(str(model)))

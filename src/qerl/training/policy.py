@@ -19,7 +19,7 @@ from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.notices import checkpoint_notices, skipped_notices
 from qerl.models.checkpoint.source import locate
-from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.checkpoint.tokenizer import check_tokens, load_tokenizer, stop_token_ids
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
 from qerl.models.peft.adapter import add_adapter, check_rank, load_adapter, set_router_noise
@@ -129,9 +129,11 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
 
         check_backend(config)
         decoder = transformers_loader.load_transformers_model(source, **build)
+        check_tokens(tokenizer, decoder.vocab_size, source.path)
         _add_adapter(decoder, config)
         return decoder, TransformersEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
     decoder = build_decoder(source.open(), **build, head=model.head_format)
+    check_tokens(tokenizer, decoder.vocab_size, source.path)
     _add_adapter(decoder, config)
     set_router_noise(decoder, config.noise.router)
     sampler = decoder if model.sampler_format is None else make_sampler_copy(decoder, model.sampler_format)

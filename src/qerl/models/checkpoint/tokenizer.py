@@ -40,6 +40,19 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise UserError(f"{source.path}: its tokenizer cannot be loaded: {reason}") from error
 
 
+def check_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
+    """Raise UserError unless the model has an embedding for each token that a text may become. Added tokens
+    may lie beyond: some models have one that no prompt contains."""
+    text_T = list(tokenizer.encode("a"))
+    if not text_T:
+        raise UserError(f"{path}: its tokenizer makes no token of a text")
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
+    last = max([*text_T, *(index for index in vocabulary.values() if index not in added)])
+    if last >= vocab_size:
+        theirs = f"the model's vocabulary has {vocab_size}"
+        raise UserError(f"{path}: its tokenizer has the token {last}, {theirs}: it belongs to another model")
+
+
 def _tokenizer_config(config: dict[str, Any], path: Path) -> PretrainedConfig:
     """Return what transformers selects a tokenizer's class by. Of the whole config it would make a table with
     num_labels entries and one with num_hidden_layers."""
