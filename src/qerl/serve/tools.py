@@ -80,7 +80,7 @@ class ToolCallStream:
 
     def _scan(self, *, is_end: bool) -> tuple[str, list[ParsedCall]]:
         """Read the calls that are complete; an incomplete one is the beginning of what is pending."""
-        out, found, opens = "", list[ParsedCall](), self._form.opens
+        out, all_calls, opens = "", list[ParsedCall](), self._form.opens
         while starts := [(at, -len(each)) for each in opens if (at := self._pending.find(each)) >= 0]:
             start, negative_size = min(starts)
             end = start - negative_size
@@ -91,13 +91,13 @@ class ToolCallStream:
             calls = self._checked(reading.calls)
             if calls:
                 out += self._text(self._pending[:start])
-                found, end = found + calls, reading.end
+                all_calls, end = all_calls + calls, reading.end
                 self._blanks, self._is_segment_empty = "", True
             else:
                 self.num_malformed += 1
                 out += self._text(self._pending[:end])
             self._pending = self._pending[end:]
-        return out, found
+        return out, all_calls
 
     def _text(self, text: str) -> str:
         """Return the text without blanks that are alone before, between or after calls."""

@@ -47,9 +47,9 @@ class CallForm:
     opens: tuple[str, ...]
     read: Reader
     is_bare: bool = False
-    """Whether an answer that is nothing but JSON is a call, too."""
+    """Also read an answer that is only JSON as calls."""
     has_bare_names: bool = False
-    """Whether an answer of names, each followed by its arguments as JSON, is a call, too."""
+    """Also read an answer of names, each followed by its arguments as JSON, as calls."""
     num_id_characters: int | None = None
     """Length of an id; None: call_ and 24 characters."""
 
@@ -100,11 +100,11 @@ def json_reader(closes: tuple[str, ...]) -> Reader:
             end = json_end(text, place) if rest[0] in "{[" else place
             if end is None and not is_end:
                 return None
-            found = calls_of_json(text[place:end])
-            if not found:
+            new_calls = calls_of_json(text[place:end])
+            if not new_calls:
                 return MALFORMED
             assert end is not None
-            calls, place = [*calls, *found], end
+            calls, place = [*calls, *new_calls], end
             if not closes:
                 return Reading(tuple(calls), place)
 
@@ -132,10 +132,10 @@ def bare_calls(form: CallForm, text: str) -> tuple[RawCall, ...]:
         if end is None:
             return ()
         written = text[start:end]
-        found = calls_of_json(written) if name is None else (RawCall(name[1], written),)
-        if not found:
+        new_calls = calls_of_json(written) if name is None else (RawCall(name[1], written),)
+        if not new_calls:
             return ()
-        calls, place = [*calls, *found], _skip(text, end)
+        calls, place = [*calls, *new_calls], _skip(text, end)
     return tuple(calls)
 
 

@@ -13,8 +13,8 @@ def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | No
     undecided = MALFORMED if is_end else None
     head = _HEAD.match(text, place)
     if head is None:
-        begun = text[place:].lstrip()
-        is_open = "<function=".startswith(begun[:10]) and ">" not in begun and "\n" not in begun
+        start = text[place:].lstrip()
+        is_open = "<function=".startswith(start[:10]) and ">" not in start and "\n" not in start
         return undecided if is_open else MALFORMED
     name, place, arguments = head[1], head.end(), {}
     while (part := _NEXT.match(text, place)) is not None:
