@@ -289,6 +289,11 @@ class ChatBody(RequestBody):
             return [each for each in functions if each.name == choice.function.name]
         return [] if choice == "none" else functions
 
+    @property
+    def offered_schemas(self) -> dict[str, dict[str, Any]]:
+        """By name, the schemas of the arguments of the functions that the answer may call."""
+        return {each.name: each.schema_of_arguments for each in self.offered_tools}
+
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import secrets
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -15,6 +16,9 @@ from qerl.config.options import ServeOptions
 from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.errors import UserError
 from qerl.serve.batcher import PendingRequest
+from qerl.serve.call_forms.choice import form_of
+from qerl.serve.call_forms.form import CallForm, Schemas
+from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody
 from qerl.serve.grammar import Grammar, Grammars
 from qerl.serve.loaded_model import LoadedModel
@@ -33,8 +37,9 @@ class CompletionRequest:
     pending: PendingRequest
     grammar: Grammar | None = None
     """Grammar of the answers, to be compiled before they are sampled."""
-    called_names: frozenset[str] = frozenset()
-    """Functions whose calls are looked for in the answers."""
+    functions: Schemas = dataclasses.field(default_factory=dict)
+    """Functions whose calls are looked for in the answers, with the schemas of their arguments."""
+    call_form: CallForm = HERMES
 
     @property
     def grammar_param(self) -> str:
@@ -53,7 +58,8 @@ class CompletionRequest:
         """Return what splits the text of one answer into text and calls."""
         is_parallel = isinstance(self.body, ChatBody) and self.body.parallel_tool_calls
         prompt_T = self.prompts_P[0].tokens_T
-        return ToolCallStream(set(self.called_names), is_parallel=is_parallel, prompt_T=prompt_T)
+        form = HERMES if self.grammar_param == "tools" else self.call_form
+        return ToolCallStream(self.functions, is_parallel=is_parallel, prompt_T=prompt_T, form=form)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +88,7 @@ class RequestParser:
         return self._chat_request(body, messages)
 
     def _chat_request(self, body: ChatBody, messages: list[dict[str, Any]]) -> CompletionRequest:
-        names = frozenset(each.name for each in body.offered_tools)
-        return self._request(body, [self._rendered(body, messages)], names)
+        return self._request(body, [self._rendered(body, messages)], body.offered_schemas)
 
     def completion(self, content: bytes) -> CompletionRequest:
         body = CompletionBody.parse(content, self.known_name, self.options)
@@ -121,7 +126,7 @@ class RequestParser:
         self,
         body: RequestBody,
         prompts: list[tuple[str, list[int]]],
-        called_names: frozenset[str] = frozenset(),
+        functions: Schemas = MappingProxyType({}),
     ) -> CompletionRequest:
         self._check_num_choices(len(prompts) * body.n, "n")
         for _, tokens_T in prompts:
@@ -139,7 +144,10 @@ class RequestParser:
         )
         if isinstance(body, CompletionBody) and body.echo and body.with_logprobs:
             pending.prompt_logprobs_P = [PromptLogprobs(body.num_top_logprobs) for _ in prompts]
-        return CompletionRequest(body=body, pending=pending, grammar=grammar, called_names=called_names)
+        form = form_of(self.model.engine.tokenizer.chat_template) if functions else HERMES
+        return CompletionRequest(
+            body=body, pending=pending, grammar=grammar, functions=functions, call_form=form
+        )
 
     def _seed(self, body: RequestBody, prompts: list[tuple[str, list[int]]]) -> int:
         return secrets.randbits(63) if body.seed is None else body.seed

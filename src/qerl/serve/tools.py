@@ -1,22 +1,20 @@
 """Describe tools to a model whose chat template does not, and find tool calls in an answer.
 
-    <tool_call>{"name": ..., "arguments": {...}}</tool_call>    Hermes, Qwen: anywhere, any number
-    {"name": ..., "parameters": {...}}                          Llama 3: the whole answer, divided by ;
-
-Text that looks like a call but is none, or calls a function that was not offered, stays text.
+`call_forms` has the forms of calls. Text that looks like a call but is none, or calls a function that was
+not offered, stays text.
 """
 
 import dataclasses
 import hashlib
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from qerl.errors import UserError
+from qerl.serve.call_forms.form import CallForm, RawCall, Schemas, bare_calls, may_be_bare
+from qerl.serve.call_forms.hermes import HERMES
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_BETWEEN = re.compile(r"\s*+;?+\s*+")
 _HOW_TO_CALL = f'To call one, answer with {_OPEN}{{"name": NAME, "arguments": {{...}}}}{_CLOSE}'
 
 _PARTS = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # with these, others may name arguments
@@ -38,68 +36,94 @@ class ToolCallStream:
     """Splits the text of one answer into text and calls; it waits where a call may have begun. Without names
     of functions all is text."""
 
-    def __init__(self, names: set[str], *, is_parallel: bool, prompt_T: Sequence[int] = ()):
-        """prompt_T: tokens of the prompt. The same calls after the same prompt have the same ids, so that an
-        episode that is played again has the prompts of the first time, if its chat template shows ids."""
-        self.num_calls = 0
+    def __init__(
+        self,
+        functions: Schemas | Collection[str],
+        *,
+        is_parallel: bool,
+        prompt_T: Sequence[int] = (),
+        form: CallForm = HERMES,
+    ):
+        """functions: names, or by name the schemas of their arguments. prompt_T: tokens of the prompt. The
+        same calls after the same prompt have the same ids, so that an episode that is played again has the
+        prompts of the first time, if its chat template shows ids."""
+        self.num_calls = self.num_malformed = 0
         self._prompt = ",".join(map(str, prompt_T)).encode()
-        self._names, self._is_parallel = names, is_parallel
-        self._pending, self._has_text = "", False
+        self._schemas = functions if isinstance(functions, Mapping) else {name: {} for name in functions}
+        self._is_parallel, self._form = is_parallel, form
+        self._pending, self._blanks = "", ""
+        self._has_text, self._is_segment_empty = False, True
 
     def add(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Return the text and the calls that this piece completes."""
-        if not self._names:
+        if not self._schemas:
             return text, []
         self._pending += text
-        if not self._has_text and self._pending.lstrip()[:1] in ("", "{"):
-            return "", []  # perhaps a bare object; only its end tells
-        parts, calls, place = [], [], 0
-        while (start := self._pending.find(_OPEN, place)) >= 0:
-            parts.append(self._pending[place:start])
-            place, close = start, self._pending.find(_CLOSE, start)
-            if close < 0:
-                break
-            place = close + len(_CLOSE)
-            parsed = self._parse(self._pending[start + len(_OPEN) : close])
-            parts += [] if parsed else [self._pending[start:place]]
-            calls += parsed
-        out, self._pending = "".join(parts), self._pending[place:]
-        if _OPEN not in self._pending:
-            num_held = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._pending.endswith(_OPEN[:n])), 0)
-            end = len(self._pending) - num_held
-            out, self._pending = out + self._pending[:end], self._pending[end:]
-        return self._text(out), calls
+        if not (self._has_text or self.num_calls) and may_be_bare(self._form, self._pending, self._schemas):
+            return "", []  # only its end tells
+        out, calls = self._scan(is_end=False)
+        held = max((_num_shared(self._pending, each) for each in self._form.opens), default=0)
+        if not any(each in self._pending for each in self._form.opens):
+            end = len(self._pending) - held
+            out, self._pending = out + self._text(self._pending[:end]), self._pending[end:]
+        return out, calls
 
     def end(self) -> tuple[str, list[ParsedCall]]:
         """Return what is left once the answer is complete."""
-        rest, self._pending = self._pending, ""
-        parsed = self._parse(rest.strip().removeprefix(_OPEN))
-        if parsed:
+        is_whole = not (self._has_text or self.num_calls)
+        if is_whole and (parsed := self._checked(bare_calls(self._form, self._pending))):
+            self._pending = ""
             return "", parsed
-        return self._text(rest) if self.num_calls else rest, []
+        out, calls = self._scan(is_end=True)
+        out, self._pending = out + self._text(self._pending), ""
+        return out + ("" if self.num_calls else self._blanks), calls
+
+    def _scan(self, *, is_end: bool) -> tuple[str, list[ParsedCall]]:
+        """Read the calls that are complete; an incomplete one is the beginning of what is pending."""
+        out, all_calls, opens = "", list[ParsedCall](), self._form.opens
+        while starts := [(at, -len(each)) for each in opens if (at := self._pending.find(each)) >= 0]:
+            start, negative_size = min(starts)
+            end = start - negative_size
+            reading = self._form.read(self._pending, end, self._schemas, is_end)
+            if reading is None:
+                out, self._pending = out + self._text(self._pending[:start]), self._pending[start:]
+                break
+            calls = self._checked(reading.calls)
+            if calls:
+                out += self._text(self._pending[:start])
+                all_calls, end = all_calls + calls, reading.end
+                self._blanks, self._is_segment_empty = "", True
+            else:
+                self.num_malformed += 1
+                out += self._text(self._pending[:end])
+            self._pending = self._pending[end:]
+        return out, all_calls
 
     def _text(self, text: str) -> str:
-        """Return the text without blanks around calls."""
-        if self.num_calls or not self._has_text:
-            text = text if text.strip() else ""
+        """Return the text without blanks that are alone before, between or after calls."""
+        if self._is_segment_empty:
+            text, self._blanks = self._blanks + text, ""
+            if not text.strip():
+                self._blanks, text = text, ""
+        self._is_segment_empty &= not text
         self._has_text |= bool(text)
         return text
 
-    def _parse(self, text: str) -> list[ParsedCall]:
+    def _checked(self, raw: Sequence[RawCall]) -> list[ParsedCall]:
         """Return the calls, or none if any part is not the call of an offered function."""
-        calls, decoder, text, end = [], json.JSONDecoder(), text.strip(), 0
+        calls = list[ParsedCall]()
         try:
-            while end < len(text):
-                value, end = decoder.raw_decode(text, end)
-                arguments = value.get("arguments", value.get("parameters", {}))
-                if value["name"] not in self._names or not isinstance(arguments, dict):
+            for each in raw:
+                arguments = each.arguments
+                if isinstance(arguments, str):
+                    arguments = json.loads(arguments or "{}")
+                if each.name not in self._schemas or not isinstance(arguments, dict):
                     return []
                 written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
                 written.encode()  # a ValueError if it has a lone surrogate
                 place = self.num_calls + len(calls)
-                calls.append(ParsedCall(self._id(place, value["name"], written), value["name"], written))
-                end = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                calls.append(ParsedCall(self._id(place, each.name, written), each.name, written))
+        except (ValueError, TypeError, RecursionError):
             return []
         if not self._is_parallel:
             calls = calls[: max(1 - self.num_calls, 0)]
@@ -109,7 +133,13 @@ class ToolCallStream:
     def _id(self, place: int, name: str, arguments: str) -> str:
         digest = hashlib.sha256(self._prompt)
         digest.update(json.dumps([place, name, arguments]).encode())
-        return f"call_{digest.hexdigest()[:24]}"
+        size = self._form.num_id_characters
+        return f"call_{digest.hexdigest()[:24]}" if size is None else digest.hexdigest()[:size]
+
+
+def _num_shared(text: str, start: str) -> int:
+    """Return how many characters at the end of the text are the beginning of `start`, but not all of it."""
+    return next((n for n in range(len(start) - 1, 0, -1) if text.endswith(start[:n])), 0)
 
 
 def with_described_tools(

@@ -67,9 +67,8 @@ class EpisodeParser(RequestParser):
         self._count()
         rendered = self._rendered(body, messages)
         call = self.record.call(rendered[1], messages, self._variables(body))
-        names = frozenset(each.name for each in body.offered_tools)
         text = rendered[0] if call.prompt_T is rendered[1] else ""
-        return self._watched(call, self._request(body, [(text, call.prompt_T)], names))
+        return self._watched(call, self._request(body, [(text, call.prompt_T)], body.offered_schemas))
 
     def completion(self, content: bytes) -> CompletionRequest:
         self._count()

@@ -1,0 +1,24 @@
+"""Choose the form of tool calls by the text of the chat template."""
+
+from typing import Any
+
+from qerl.serve.call_forms.form import CallForm
+from qerl.serve.call_forms.glm import GLM4, GLM45
+from qerl.serve.call_forms.harmony import HARMONY
+from qerl.serve.call_forms.hermes import HERMES
+from qerl.serve.call_forms.lists import GRANITE, PHI4
+from qerl.serve.call_forms.llama import LLAMA3
+from qerl.serve.call_forms.mistral import MISTRAL
+from qerl.serve.call_forms.qwen_xml import QWEN_XML
+
+FORMS = (QWEN_XML, GLM45, HARMONY, MISTRAL, PHI4, GRANITE, HERMES, LLAMA3, GLM4)
+"""In the order in which their markers are looked for: those that only one form has come first."""
+
+
+def form_of(chat_template: Any) -> CallForm:
+    """Return the form that the template shows; Hermes if it shows none. Of several templates by name, that
+    named tool_use counts, then all."""
+    if isinstance(chat_template, dict):
+        chat_template = chat_template.get("tool_use") or "".join(map(str, chat_template.values()))
+    text = chat_template if isinstance(chat_template, str) else ""
+    return next((form for form in FORMS if any(marker in text for marker in form.markers)), HERMES)

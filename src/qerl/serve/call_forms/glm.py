@@ -1,0 +1,42 @@
+"""<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>: GLM-4.5 to 4.7.
+
+GLM-4 writes NAME, a line's end and a JSON object, which are the whole answer.
+"""
+
+import re
+
+from qerl.serve.call_forms.form import MALFORMED, CallForm, RawCall, Reading, Schemas, typed
+from qerl.serve.call_forms.hermes import HERMES
+
+_HEAD = re.compile(r"\s*+([^<\s{]++)\s*+(?=<)")
+_NEXT = re.compile(r"\s*+(?:<arg_key>(.*?)</arg_key>\s*+<arg_value>|</tool_call>)", re.DOTALL)
+_VALUE_END = re.compile(r"</arg_value>(?=\s*+(?:<arg_key>|</tool_call>))")
+
+
+def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | None:
+    undecided = MALFORMED if is_end else None
+    head = _HEAD.match(text, place)
+    if head is None:
+        return undecided if re.fullmatch(r"\s*+[^<\s{]*+\s*+", text[place:]) else MALFORMED
+    name, place, arguments = head[1], head.end(), {}
+    while (part := _NEXT.match(text, place)) is not None:
+        if part[1] is None:
+            return Reading((RawCall(name, arguments),), part.end())
+        end = _VALUE_END.search(text, part.end())
+        if end is None:
+            return undecided
+        key = part[1].strip()
+        arguments[key] = typed(text[part.end() : end.start()], schemas.get(name, {}), key)
+        place = end.end()
+    return undecided
+
+
+GLM45 = CallForm(name="glm45", markers=("<arg_key>",), opens=("<tool_call>",), read=_read)
+GLM4 = CallForm(
+    name="glm4",
+    markers=("[gMASK]",),
+    opens=HERMES.opens,
+    read=HERMES.read,
+    is_bare=True,
+    has_bare_names=True,
+)

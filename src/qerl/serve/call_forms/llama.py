@@ -1,0 +1,11 @@
+"""{"name": ..., "parameters": {...}} as the whole answer or after <|python_tag|>: Llama 3."""
+
+from qerl.serve.call_forms.form import CallForm, json_reader
+
+LLAMA3 = CallForm(
+    name="llama3",
+    markers=("<|python_tag|>", '"parameters": '),
+    opens=("<|python_tag|>",),
+    read=json_reader(()),
+    is_bare=True,
+)

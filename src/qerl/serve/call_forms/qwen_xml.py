@@ -1,0 +1,32 @@
+"""<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>: Qwen3.5, Qwen3-Coder."""
+
+import re
+
+from qerl.serve.call_forms.form import MALFORMED, CallForm, RawCall, Reading, Schemas, typed
+
+_HEAD = re.compile(r"\s*+<function=([^>\n]++)>\s*+")
+_NEXT = re.compile(r"\s*+(?:<parameter=([^>\n]++)>\n?|</function>\s*+</tool_call>)")
+_VALUE_END = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>\s*+</tool_call>))")
+
+
+def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | None:
+    undecided = MALFORMED if is_end else None
+    head = _HEAD.match(text, place)
+    if head is None:
+        start = text[place:].lstrip()
+        is_open = "<function=".startswith(start[:10]) and ">" not in start and "\n" not in start
+        return undecided if is_open else MALFORMED
+    name, place, arguments = head[1], head.end(), {}
+    while (part := _NEXT.match(text, place)) is not None:
+        if part[1] is None:
+            return Reading((RawCall(name, arguments),), part.end())
+        end = _VALUE_END.search(text, part.end())
+        if end is None:
+            return undecided
+        value = text[part.end() : end.start()]
+        arguments[part[1]] = typed(value, schemas.get(name, {}), part[1])
+        place = end.end()
+    return undecided
+
+
+QWEN_XML = CallForm(name="qwen_xml", markers=("<function=",), opens=("<tool_call>",), read=_read)
