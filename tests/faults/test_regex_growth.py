@@ -9,6 +9,7 @@ import functools
 import importlib
 import itertools
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from qerl.errors import printable, redact
 from qerl.serve.tools import ToolCallStream
 from qerl.tasks import answer, graders
 from qerl.tasks.code.grade import program_of
+
+CODE = str(Path(qerl.__file__).parent / "tasks" / "code")
 
 SOURCE = Path(qerl.__file__).parent
 READERS = ("errors.py", "tasks", "serve", "training", "tracking", "eval", "trl", "learner")
@@ -42,7 +45,7 @@ GIVEN = {  # patterns that only a run knows
     "tasks/math_equal.py separators": "in _split",
     "tasks/units.py name": "of _COMPOUND",
     "tasks/code/pytest_stub.py pattern": "of a row's test",
-    "tasks/code/pytest_stub.py match": "of a row's test",
+    "tasks/code/pytest_stub.py self._match": "of a row's test",
     "tasks/chat_tokens.py '|'.join(map(re.escape, ordered)) or '(?!)'": "texts of control tokens, escaped",
 }
 
@@ -66,6 +69,8 @@ def patterns():
         if method not in (*METHODS, "compile"):
             continue
         name = ast.unparse(call.args[0])
+        if place.startswith("tasks/code/") and CODE not in sys.path:
+            sys.path.append(CODE)  # files of the program's process import each other by name
         try:
             scope = vars(importlib.import_module("qerl." + place.removesuffix(".py").replace("/", ".")))
             flags = [eval(ast.unparse(each), scope) for each in call.args[1:2] if method == "compile"]

@@ -64,7 +64,7 @@ SHORT = {
     "help",
     "debug",
 }
-MAX_WORDS = 42_500  # of all pages of the site
+MAX_WORDS = 42_600  # of all pages of the site
 PLACEHOLDERS = {"my_recipe", "RECIPE"}
 
 

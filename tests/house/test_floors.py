@@ -48,7 +48,7 @@ SIZES = {  # lines of each package when it was last looked at
     "kernels": 9194,
     "learner": 3314,
     "models": 10497,
-    "serve": 4950,
+    "serve": 5673,
     "tasks": 9164,
     "tracking": 3185,
     "training": 4918,
