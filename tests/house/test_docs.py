@@ -41,6 +41,7 @@ TAKEN = {
     "eval": options.EvalOptions,
     "generate": options.GenerateOptions,
     "serve": options.ServeOptions,
+    "tinker": options.TinkerOptions,
     "quantize": options.QuantizeOptions,
     "export": options.ExportOptions,
     "report": ReportOptions,
