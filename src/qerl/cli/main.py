@@ -32,7 +32,20 @@ examples:
 Run 'qerl COMMAND --help' for a command's arguments and options.
 Add --debug to any command to show the traceback of an error; qerl --version prints the version."""
 COMMANDS = (
-    *("train", "sft", "distil", "check", "data", "eval", "generate", "serve", "plan", "quantize", "export"),
+    *(
+        "train",
+        "sft",
+        "distil",
+        "check",
+        "data",
+        "eval",
+        "generate",
+        "serve",
+        "tinker",
+        "plan",
+        "quantize",
+        "export",
+    ),
     *("report", "watch", "bench"),
 )
 

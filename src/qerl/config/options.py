@@ -1,4 +1,5 @@
-"""Options of the commands whose work is done in other packages: eval, quantize, export, generate, serve."""
+"""Options of the commands whose work is done in other packages: eval, quantize, export, generate, serve,
+tinker."""
 
 import dataclasses
 from pathlib import Path
@@ -221,3 +222,58 @@ class ServeOptions:
         check_positive(self, "max_body_bytes", "max_prompt_tokens", "max_tokens")
         check_positive(self, "max_samples", "max_waiting", "max_connections", "max_header_bytes")
         check_positive(self, "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "send_timeout_s")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TinkerOptions:
+    host: str = "127.0.0.1"
+    """Address to listen on; an address that other machines can reach requires an API key."""
+
+    port: int = 8000
+    """Port to listen on; 0 picks a free one."""
+
+    api_key_file: Path | None = None
+    """File with the API key that clients must send, which begins with tml-; default: the environment variable
+    QERL_API_KEY."""
+
+    name: str | None = None
+    """Model name in the API; default: the last part of MODEL. MODEL itself is understood too."""
+
+    checkpoints: Path = Path("tinker-checkpoints")
+    """Folder of the checkpoints that clients save."""
+
+    max_rank: int = 32
+    """Largest LoRA rank of a training client."""
+
+    max_adapters: int = 32
+    """Maximum number of training clients at once."""
+
+    device_adapters: int = 4
+    """Training clients whose adapter and optimizer stay on the device; others wait in host memory."""
+
+    max_context_tokens: int = 4096
+    """Longest sequence, of learning and of a prompt with its sample."""
+
+    max_samples: int = 64
+    """Maximum samples per request."""
+
+    max_waiting: int = 1024
+    """Maximum waiting sampling requests; a client sends more of them later."""
+
+    max_body_bytes: int = 16_777_216
+    """Maximum size of a request's body, in bytes; clients split their requests to fit."""
+
+    max_connections: int = 1024
+    """Maximum open connections."""
+
+    session_timeout_s: float = 300.0
+    """Seconds without a sign of life after which a client's adapters are freed. Its checkpoints stay."""
+
+    model: ModelConfig = ModelConfig()
+
+    def __post_init__(self):
+        check_numbers(self)
+        require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
+        check_positive(self, "max_rank", "max_adapters", "device_adapters", "max_context_tokens")
+        check_positive(self, "max_samples", "max_waiting", "max_body_bytes", "max_connections")
+        check_positive(self, "session_timeout_s")

@@ -39,6 +39,8 @@ class LiveRequest:
     """True if samples have Sample.allowed and Sample.routes, which a learner needs."""
     episode: object | None = None
     """The episode whose later requests may begin with this one and its answer (kept_pages.py), if any."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sample besides the engine's."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -141,6 +143,7 @@ class LiveBatch:
 
     def _notify(self, s: LiveSample, live: _Live) -> None:
         is_complete = live.stopping.detokenizer.has_stop(s.tokens_T)
+        is_complete |= s.tokens_T[-1] in live.request.stop_token_ids
         if s.allowed_log is not None and s.allowed_V is not None:
             s.allowed_log.add(s.allowed_V)
         if s.constraint is not None:

@@ -28,7 +28,7 @@ KEY_VARIABLE = "QERL_API_KEY"
 def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
     """Serve the model or run `source`, of which `run` is the config, until a signal ends the process."""
     key = read_api_key(options.api_key_file)
-    with _listen(options, has_key=key is not None) as listener:
+    with listen(options, has_key=key is not None) as listener:
         model = load_model(source, run, options.model, with_adapter=options.with_adapter)
         allow_special_tokens(model.engine.tokenizer, options.allow_special_tokens)
         batcher = make_batcher(model, options)
@@ -67,7 +67,7 @@ def make_batcher(model: LoadedModel, options: ServeOptions) -> Batcher:
     return Batcher(model.engine, max_waiting=options.max_waiting, max_positions=max_positions)
 
 
-def _listen(options: ServeOptions, *, has_key: bool) -> socket.socket:
+def listen(options: ServeOptions, *, has_key: bool) -> socket.socket:
     try:
         addresses = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -22,8 +22,21 @@ def planned_learner(
     score: Callable[[list[Group]], Tensor] | None = None,
     ranks: Ranks,
 ) -> Learner:
+    """Make a learner of the planned config. score: the learner's, in exact mode."""
+    config, keeps_operands = planned_config(decoder, config, prompt_tokens, notice=notice, ranks=ranks)
+    return Learner(decoder, config, notice=notice, score=score, ranks=ranks, holds_operands=keeps_operands)
+
+
+def planned_config(
+    decoder: PolicyModel,
+    config: RunConfig,
+    prompt_tokens: int,
+    *,
+    notice: Callable[[str], None],
+    ranks: Ranks,
+) -> tuple[RunConfig, bool]:
     """Resolve gradient_checkpointing auto and max_tokens_per_microbatch None by the memory plan, and report
-    the plan. prompt_tokens: of the longest prompt; score: the learner's, in exact mode."""
+    the plan. Return the config, and if unpacked operands fit too. prompt_tokens: of the longest prompt."""
     keeps_operands = False
     device, arch = decoder.device, decoder.architecture
     if arch is None and config.learn.gradient_checkpointing == "auto":  # there is no plan for this model
@@ -43,4 +56,4 @@ def planned_learner(
             f" {config.learn.microbatch_tokens:,} tokens"
             + (f", and {held_gb:.1f} GB for operands that stay unpacked" if keeps_operands else "")
         )
-    return Learner(decoder, config, notice=notice, score=score, ranks=ranks, holds_operands=keeps_operands)
+    return config, keeps_operands

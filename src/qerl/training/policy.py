@@ -118,9 +118,12 @@ def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:
     return max(len(prompt.tokens_T) for prompt in prompts_P)
 
 
-def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PolicyModel, LocalEngine]:
+def load_sampler(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, stop_ids: frozenset[int] | None = None
+) -> tuple[PolicyModel, LocalEngine]:
+    """stop_ids: tokens that end every sample; None: those of the model."""
     model, source = config.model, locate(config.model.path)
-    stop_ids = stop_token_ids(tokenizer, source)
+    stop_ids = stop_token_ids(tokenizer, source) if stop_ids is None else stop_ids
     build: dict[str, Any] = {"format": model.format, "compute": COMPUTE[model.dtype]}
     build |= {"device": torch.device(model.device), "resident": model.operand == "resident"}
     build |= {"scales": SCALES[model.scales]}

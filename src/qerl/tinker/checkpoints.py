@@ -1,0 +1,140 @@
+"""Checkpoints on the disk, which outlive their clients and the server.
+
+    FOLDER/RUN/weights/NAME           adapter, moments of the optimizer       tinker://RUN/weights/NAME
+    FOLDER/RUN/sampler_weights/NAME   the adapter                             tinker://RUN/sampler_weights/NAME
+
+Each is a PEFT adapter, which `qerl` and PEFT load as it is, with checkpoint.json beside it.
+"""
+
+import dataclasses
+import datetime
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qerl.errors import UserError, require
+from qerl.models import hf_writer
+from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
+from qerl.tracking.atomic_file import read_object
+
+KINDS = {"weights": "training", "sampler_weights": "sampler"}
+_OPTIMIZER, _INFO = "optimizer.safetensors", "checkpoint.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    tensors: dict[str, Tensor]
+    """Under PEFT's names."""
+    moments: dict[str, Tensor] | None
+    info: dict[str, Any]
+    """rank, seed, train_mlp, train_attn, base_model and times."""
+
+
+class Checkpoints:
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def save(
+        self,
+        run: str,
+        kind: str,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        description: Mapping[str, Any],
+        info: Mapping[str, Any],
+        *,
+        moments: Mapping[str, Tensor] | None = None,
+        ttl_s: int | None = None,
+        overwrite: bool = False,
+    ) -> str:
+        """Write a checkpoint; return its tinker:// path. Raise UserError if there is one of that name."""
+        path = f"tinker://{run}/{kind}/{name}"
+        place, now = self._place(path), datetime.datetime.now(datetime.UTC)
+        if place.exists():
+            require(overwrite, f"{path} exists: choose another name, or set overwrite")
+            shutil.rmtree(place)
+        times = {"time": now.isoformat(), "expires_at": None}
+        if ttl_s is not None:
+            times["expires_at"] = (now + datetime.timedelta(seconds=ttl_s)).isoformat()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with hf_writer.atomic_folder(place) as folder:
+            save_file(
+                {name: t.contiguous() for name, t in tensors.items()}, folder / ADAPTER, {"format": "pt"}
+            )
+            hf_writer.write_json(folder / ADAPTER_CONFIG, dict(description))
+            if moments is not None:
+                save_file({name: t.contiguous() for name, t in moments.items()}, folder / _OPTIMIZER)
+            hf_writer.write_json(folder / _INFO, {**info, **times})
+        return path
+
+    def load(self, path: str) -> SavedAdapter:
+        place = self._place(path)
+        info = self._info(place)
+        require(info is not None, f"there is no checkpoint {path[:300]}")
+        assert info is not None
+        try:
+            tensors = load_file(place / ADAPTER)
+            moments = load_file(place / _OPTIMIZER) if (place / _OPTIMIZER).exists() else None
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read: {error}") from None
+        return SavedAdapter(tensors, moments, info)
+
+    def info(self, path: str) -> dict[str, Any]:
+        info = self._info(self._place(path))
+        require(info is not None, f"there is no checkpoint {path[:300]}")
+        assert info is not None
+        return info
+
+    def listed(self, run: str | None = None) -> list[dict[str, Any]]:
+        """Return the checkpoints of a run, or of all, as the API describes them, the newest first."""
+        result = []
+        pattern = f"{run if run is not None and _NAME.fullmatch(run) else '*'}/*/*/{_INFO}"
+        for file in self._folder.glob(pattern) if run is None or _NAME.fullmatch(run) else ():
+            place, info = file.parent, self._info(file.parent)
+            run_name, kind, name = place.parts[-3:]
+            if info is None or kind not in KINDS or name.startswith("."):
+                continue
+            size = sum(each.stat().st_size for each in place.iterdir())
+            entry = {"checkpoint_id": f"{kind}/{name}", "checkpoint_type": KINDS[kind], "size_bytes": size}
+            entry |= {
+                "time": info["time"],
+                "tinker_path": f"tinker://{run_name}/{kind}/{name}",
+                "public": False,
+            }
+            result.append(
+                entry | {"expires_at": info["expires_at"], "user_metadata": info.get("user_metadata")}
+            )
+        return sorted(result, key=lambda each: each["time"], reverse=True)
+
+    def delete(self, path: str) -> None:
+        self.info(path)
+        shutil.rmtree(self._place(path))
+
+    def _place(self, path: str) -> Path:
+        parts = path.removeprefix("tinker://").split("/")
+        is_path = path.startswith("tinker://") and len(parts) == 3 and parts[1] in KINDS
+        is_path = is_path and all(_NAME.fullmatch(parts[i]) for i in (0, 2))
+        kinds = " or ".join(KINDS)
+        what = f"a checkpoint is named tinker://RUN/KIND/NAME, where KIND is {kinds}"
+        require(is_path, f"{what}, and names are letters, digits, '.', '_', '-' and ':', got {path[:300]!r}")
+        return self._folder.joinpath(*parts)
+
+    def _info(self, place: Path) -> dict[str, Any] | None:
+        """Return what is known of the checkpoint; None if there is none, or one that has expired."""
+        if not (place / _INFO).exists():
+            return None
+        info = read_object(place / _INFO)
+        expires = info.get("expires_at")
+        if expires is not None and datetime.datetime.fromisoformat(expires) < datetime.datetime.now(
+            datetime.UTC
+        ):
+            shutil.rmtree(place, ignore_errors=True)
+            return None
+        return info
