@@ -173,14 +173,14 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["generate"], ["generate needs a model", "at most one prompt"]),
         (["generate", "m", "what", "now"], ["generate needs a model", "in quotes"]),
         (["generate", "/no/model", "hello"], ["/no/model", "no such folder or file"]),
-        (["generate", "m", " "], ["the prompt is empty"]),
+        (["generate", "owner/m", " "], ["the prompt is empty"]),
         (["generate", "m", "hello", "--top-p", "0"], ["top_p", "got 0"]),
         (["generate", "m", "hello", "--max-tokens", "0"], ["max_tokens", "got 0"]),
         (["serve"], ["serve needs one model"]),
         (["serve", "/no/model", "--port", "0"], ["/no/model", "no such folder or file"]),
         (["serve", "m", "--port", "70000"], ["port", "70000"]),
-        (["serve", "m", "--host", "0.0.0.0"], ["0.0.0.0", "--api-key-file"]),
-        (["serve", "m", "--api-key-file", "none"], ["api_key_file none", "No such file"]),
+        (["serve", "owner/m", "--host", "0.0.0.0"], ["0.0.0.0", "--api-key-file"]),
+        (["serve", "owner/m", "--api-key-file", "none"], ["api_key_file none", "No such file"]),
         (["report"], ["report needs the folder of a run"]),
         (["report", "/no/run"], ["/no/run"]),
         (["watch"], ["watch needs the folder of a run"]),
@@ -443,7 +443,7 @@ def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
     code = f"import sys\n{stops}sys.meta_path.insert(0, Stops())\nfrom qerl.cli.main import main\nmain()"
     commands = [
         ["train", "demo", *tiny_run.options(files, tmp_path / "run")],
-        *(["eval", "model"], ["generate", "model", "hello"], ["quantize", "model", "out"]),
+        *(["eval", "o/m"], ["generate", "o/m", "hello"], ["quantize", "o/m", "out"]),
         ["plan", "gsm8k", "--gpu", "rtx-4090"],
     ]
     for command in commands:

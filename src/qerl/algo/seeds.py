@@ -6,8 +6,10 @@ Two different coordinate tuples give unrelated seeds; the same tuple gives the s
 Source of the constants: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
 """
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor  # takes seconds to import
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -30,16 +32,16 @@ def rounds(*coordinates: int) -> int:
     return state - (1 << 64) if state >> 63 else state
 
 
-def last_round(states: Tensor, last: Tensor) -> Tensor:
+def last_round(states: "Tensor", last: "Tensor") -> "Tensor":
     """Return float64 numbers: last_round(rounds(a, b, c), d) = uniform(a, b, c + d)."""
-    assert states.dtype == torch.int64
+    assert states.element_size() == 8 and not states.is_floating_point()
     state = states + last  # int64 wraps as the masked integers do
     state = (state ^ _shifted(state, 30)) * (_FIRST - (1 << 64))
     state = (state ^ _shifted(state, 27)) * (_SECOND - (1 << 64))
     return _shifted(state ^ _shifted(state, 31), 11).double() * 2.0**-53
 
 
-def _shifted(state: Tensor, bits: int) -> Tensor:
+def _shifted(state: "Tensor", bits: int) -> "Tensor":
     """Shift right, filling with zeros."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 

@@ -66,12 +66,15 @@ def run(arguments: list[str]) -> None:
         raise UserError(f"{names[0]} is a recipe: qerl data reads a file of rows or a data set of a hub")
     options = parse_options(DataOptions, arguments, f"data {names[0]}", DataOptions(), DESCRIPTION)
     announce(f"data {names[0]}, tokens of {options.model}", sys.stderr if options.json else sys.stdout)
-    from qerl.models.checkpoint.source import locate
-    from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
-    from qerl.tasks.row_view import view_rows  # imports transformers, which takes seconds
+    from qerl.models.checkpoint.model_place import check_place
     from qerl.tasks.rows import check_file
 
     check_file("", names[0])
+    check_place(options.model)
+    from qerl.models.checkpoint.source import locate
+    from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
+    from qerl.tasks.row_view import view_rows  # imports transformers, which takes seconds
+
     tokenizer = load_tokenizer(options.model)
     stop_ids = stop_token_ids(tokenizer, locate(options.model))
     sft = SftConfig(

@@ -12,7 +12,7 @@ from qerl.cli.arguments import (
     task_label,
     wants_help,
 )
-from qerl.cli.train import SHORT, take_init_adapter, take_option
+from qerl.cli.train import SHORT, check_early, take_init_adapter, take_option
 from qerl.config import NoiseConfig, RunConfig
 from qerl.config.distil import DistilConfig
 from qerl.config.recipes import RECIPES, plain
@@ -43,6 +43,7 @@ def run(arguments: list[str]) -> None:
     config = parse_options(RunConfig, options, f"distil {name}", default)
     model = f"{config.model.path} in {config.model.format}"
     announce_run(f"distil {config.distil.teacher} into {model}, {config.out}")
+    check_early(config)
     from qerl.training.session import train  # imports torch and transformers, which takes seconds
 
     print_result(train(config))

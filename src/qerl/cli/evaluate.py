@@ -12,6 +12,9 @@ from qerl.config.options import EvalOptions
 from qerl.config.stored import read_run_config, with_start_day
 from qerl.errors import UserError, require
 from qerl.eval.catalog import BENCHMARKS, is_rows_file, parse_benchmarks
+from qerl.models.checkpoint.model_place import check_place
+from qerl.tasks.known_rows import with_known_defaults
+from qerl.tasks.rows import check_file
 
 DESCRIPTION = f"""{__doc__}
 
@@ -72,20 +75,25 @@ def run(arguments: list[str]) -> None:
     sets = " ".join(names[1:]) or options.task.name
     announce(f"eval {source}: {sets}", sys.stderr)
     file_tasks = own_tasks(files, options)
+    for task in [*benchmarks.values(), *file_tasks.values()]:
+        check_file("", task.name)
+    check_place(options.model.path)
     if config is None:
-        from qerl.tasks.known_rows import with_known_defaults  # imports torch, which takes seconds
-
-        notice, has_rewards = partial(announce, file=sys.stderr), "--task.rewards" in task_options
-        file_tasks = {
-            name: with_known_defaults(task, notice, keeps_rewards=has_rewards)
-            for name, task in file_tasks.items()
-        }
+        file_tasks = _with_known(file_tasks, keeps_rewards="--task.rewards" in task_options)
     from rich.console import Console
 
     from qerl.eval.run import run_benchmarks
 
     for result in run_benchmarks(source, config, options, benchmarks, file_tasks, Console(stderr=True)):
         print(json.dumps(result))
+
+
+def _with_known(tasks: dict[str, TaskConfig], *, keeps_rewards: bool) -> dict[str, TaskConfig]:
+    """Return the tasks with the template and the reward of the data sets whose files they are."""
+    notice = partial(announce, file=sys.stderr)
+    return {
+        name: with_known_defaults(task, notice, keeps_rewards=keeps_rewards) for name, task in tasks.items()
+    }
 
 
 def own_tasks(files: list[str], options: EvalOptions) -> dict[str, TaskConfig]:

@@ -7,6 +7,7 @@ from qerl.config import ModelConfig
 from qerl.config.options import GenerateOptions
 from qerl.config.stored import read_run_config
 from qerl.errors import UserError
+from qerl.models.checkpoint.model_place import check_place
 
 DESCRIPTION = f"""{__doc__}
 
@@ -35,6 +36,7 @@ def run(arguments: list[str]) -> None:
     options = parse_options(GenerateOptions, arguments, f"generate {source}", default, DESCRIPTION)
     if not sys.stderr.isatty():
         announce(f"generate {source}: {options.model.format}, loading", sys.stderr)
+    check_place(options.model.path)
     from qerl.serve.chat import generate
 
     generate(source, config, names[1] if len(names) == 2 else None, options)

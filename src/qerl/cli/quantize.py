@@ -4,11 +4,13 @@ import sys
 
 from qerl.cli.arguments import announce, parse_options
 from qerl.config.options import QuantizeOptions
+from qerl.models.checkpoint.model_place import check_place
 
 
 def run(arguments: list[str]) -> None:
     options = parse_options(QuantizeOptions, arguments, "quantize", description=__doc__)
     announce(f"quantize {options.model}: {options.format}, {options.out}", sys.stderr)
+    check_place(options.model)
     from qerl.models.quantize.quantize import quantize
 
     quantize(options)

@@ -8,6 +8,7 @@ from qerl.config import ModelConfig
 from qerl.config.options import ServeOptions
 from qerl.config.stored import read_run_config
 from qerl.errors import UserError
+from qerl.models.checkpoint.model_place import check_place
 
 
 def run(arguments: list[str]) -> None:
@@ -22,6 +23,7 @@ def run(arguments: list[str]) -> None:
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     announce(f"serve {source}: {options.model.format}, loading", sys.stdout)
+    check_place(options.model.path)
     from qerl.serve.server import serve
 
     serve(source, config, options)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from qerl.cli.arguments import announce_run, expand, parse_options, print_result, wants_help
-from qerl.cli.train import take_init_adapter
+from qerl.cli.train import check_early, take_init_adapter
 from qerl.config import (
     AdapterConfig,
     AlgoConfig,
@@ -96,9 +96,11 @@ def run(arguments: list[str]) -> None:
     if not options.sft.data:
         raise UserError("sft needs --data: a .jsonl, .json, .parquet or .csv file, or a hub id")
     announce_run(f"sft {options.sft.data}: {options.model.path} in {options.model.format}, {options.out}")
+    config = run_config(options)
+    check_early(config)
     from qerl.training.sft import fine_tune  # imports torch and transformers, which takes seconds
 
-    print_result(fine_tune(run_config(options), max_steps=options.max_steps))
+    print_result(fine_tune(config, max_steps=options.max_steps))
 
 
 def run_config(options: SftOptions) -> RunConfig:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 from qerl.cli.arguments import (
     announce_run,
@@ -17,7 +18,7 @@ from qerl.cli.arguments import (
 from qerl.config import AdapterConfig, RunConfig
 from qerl.config.recipes import METHODS, PAPER, RECIPES, plain
 from qerl.config.task import is_environment_name
-from qerl.errors import UserError, quantity
+from qerl.errors import UserError, did_you_mean_folder, quantity, require
 
 USAGE = """\
 usage: qerl train RECIPE [--FIELD VALUE ...]
@@ -61,9 +62,7 @@ def run(arguments: list[str]) -> None:
     model, steps = f"{config.model.path} in {config.model.format}", quantity(config.num_steps, "step")
     reward = "" if config.agent.function else f", reward {' + '.join(config.task.rewards) or 'none'}"
     announce_run(f"train {name}: {model}{reward}, {steps}, {config.out}")
-    from qerl.tasks.rows import check_file  # imports torch, which takes seconds
-
-    check_file("task.name", config.task.name)  # before the rewards' files
+    check_early(config)
     if config.agent.function is None:
         from qerl.training.session import train
     else:
@@ -72,11 +71,32 @@ def run(arguments: list[str]) -> None:
     print_result(train(config))
 
 
+def check_early(config: RunConfig) -> None:
+    """Raise UserError for a mistake in files, columns or the model's place, before torch is imported, which
+    takes seconds."""
+    from qerl.models.checkpoint.model_place import check_place
+    from qerl.tasks.early_checks import check_agent_file, check_sft_files, check_task_files
+
+    is_rewarded, agent = config.agent.function is None, config.agent.function
+    if config.sft.data:
+        check_sft_files(config.sft)
+    else:
+        check_task_files(config.task, is_rewarded=is_rewarded)
+    if agent is not None and not is_environment_name(agent):
+        check_agent_file(agent)
+    if config.model.calibrate == "none" and not (Path(config.out) / "run.json").exists():
+        check_place(config.model.path)  # a run that exists is complete or keeps its own base
+
+
 def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[str]]:
     """Return the config of --init-adapter's adapter, None without the option, and the other arguments."""
     folder, arguments = take_option(arguments, "--init-adapter", "the folder of a PEFT adapter or of a run")
     if folder is None:
         return None, arguments
+    require(
+        Path(folder).expanduser().exists(),
+        f"--init-adapter {folder}: no such folder{did_you_mean_folder(Path(folder))}",
+    )
     from qerl.learner.checkpoint import adapter_folder
     from qerl.models.peft.peft_reader import adapter_config
 

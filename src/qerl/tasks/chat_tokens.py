@@ -17,12 +17,14 @@ import re
 import secrets
 import weakref
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # takes seconds to import
 
 Value = TypeVar("Value")
 
@@ -41,7 +43,7 @@ _SHIFT = 0xF0000  # marks hide characters in the private-use plane 15
 class ControlTokens:
     """The control tokens of one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.are_allowed = False
         """True: their texts in messages are read as control tokens."""
         self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
@@ -99,28 +101,28 @@ class ControlTokens:
         return renamed
 
 
-_CONTROL = weakref.WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens]()
+_CONTROL: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens]" = weakref.WeakKeyDictionary()
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
+def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> ControlTokens:
     known = _CONTROL.get(tokenizer)
     if known is None:
         known = _CONTROL[tokenizer] = ControlTokens(tokenizer)
     return known
 
 
-def allow_special_tokens(tokenizer: PreTrainedTokenizerBase, is_allowed: bool) -> None:
+def allow_special_tokens(tokenizer: "PreTrainedTokenizerBase", is_allowed: bool) -> None:
     """Read the texts of control tokens in messages as control tokens, or as text."""
     control_tokens(tokenizer).are_allowed = is_allowed
 
 
-def quoted(tokenizer: PreTrainedTokenizerBase, value: Value) -> Value:
+def quoted(tokenizer: "PreTrainedTokenizerBase", value: Value) -> Value:
     """Return messages, or other JSON values for a chat template, with marks in place of control tokens."""
     return _mapped(control_tokens(tokenizer), value)
 
 
 def encoded(
-    tokenizer: PreTrainedTokenizerBase, marked: str, *, with_special_tokens: bool = False
+    tokenizer: "PreTrainedTokenizerBase", marked: str, *, with_special_tokens: bool = False
 ) -> list[int]:
     """Return the tokens of a text with marks. with_special_tokens: with those that begin any text."""
     if _OPEN not in marked:

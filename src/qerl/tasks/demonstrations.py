@@ -19,9 +19,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from qerl.config.sft import SftConfig
 from qerl.errors import UserError, quantity
@@ -43,6 +41,9 @@ from qerl.tasks.prompt import BadRow
 from qerl.tasks.row_values import value_fault
 from qerl.tasks.rows import RowTable
 from qerl.types import Group, Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # takes seconds to import
 
 _MAX_TRIALS = 16  # rows in which a key is looked for in the rendered text before it counts as unused
 
@@ -115,7 +116,7 @@ class Demonstration:
 class Demonstrator:
     """Makes the demonstrations of rows, and counts what it does to them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SftConfig, stop_ids: frozenset[int]):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: SftConfig, stop_ids: frozenset[int]):
         self._tokenizer, self._config = tokenizer, config
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         texts = tokenizer.convert_ids_to_tokens(sorted(stop_ids))

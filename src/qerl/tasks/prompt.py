@@ -17,9 +17,7 @@ import json
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
@@ -42,6 +40,9 @@ from qerl.tasks.rows import RowTable
 from qerl.tasks.template_process import render_template
 from qerl.types import Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # takes seconds to import
+
 _MARK = "QERL"  # placeholder for the messages of user and assistant
 _USABLE = TEXT, NUMBER, LIST
 _PLAIN_KEYS = {"role", "content"}
@@ -50,50 +51,22 @@ _PLAIN_KEYS = {"role", "content"}
 class Renderer:
     """Renders rows of one table; rejects a template that names a missing column when it is made."""
 
-    def __init__(self, config: TaskConfig, rows: RowTable, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, config: TaskConfig, rows: RowTable, tokenizer: "PreTrainedTokenizerBase"):
         self.rows, self._tokenizer = rows, tokenizer
         self.faults = dict(rows.faults)
         """The rows found to be bad so far, and why."""
         self._num_taken = 0
         self._template, self._system = config.template, config.system_prompt
-        kinds = Counter(map(kind_of, rows.values(rows.prompt_column) if rows.prompt_column else []))
-        self._kind = next((kind for kind, _ in kinds.most_common() if kind in _USABLE), TEXT)
+        self._kind = prompt_kind(rows)
         self.has_messages = self._kind == LIST
         is_chat = config.chat == "all" or self.has_messages
         self._has_template = is_chat and bool(tokenizer.chat_template)
-        self._required = [str(rows.prompt_column)] if self.has_messages else self._template_columns(config)
+        self._required = prompt_columns(config, rows, self._kind)
         further = [name for name in VARIABLES if name in rows.columns] if self.has_messages else []
         self.columns = [*self._required, *further]
         """The columns that a prompt is made of."""
         self._shared_variables = json.loads(config.chat_template_kwargs).keys()
         self._accepted: set[tuple[Any, ...]] = set()
-
-    def _template_columns(self, config: TaskConfig) -> list[str]:
-        """Return the columns that the template uses."""
-        rows = self.rows
-        try:
-            fields = [name for _, name, _, _ in string.Formatter().parse(config.template) if name is not None]
-        except ValueError as error:
-            hint = "write {{ and }} for braces"
-            raise UserError(f"task.template {config.template!r}: {error} ({hint})") from error
-        names = dict.fromkeys(name.partition("[")[0].partition(".")[0] for name in fields)
-        is_ambiguous = rows.prompt_column not in (None, "question") and "question" in rows.columns
-        if is_ambiguous and "question" in names and rows.prompt_column not in names:
-            raise UserError(
-                f"task.template: {rows.name} has both {rows.prompt_column!r} and 'question';"
-                f" name one of them, or set task.prompt_column to question"
-            )
-        aliases = {} if rows.prompt_column is None or is_ambiguous else {"question": rows.prompt_column}
-        columns = [aliases.get(name, name) for name in names]
-        for column in columns:
-            if column not in rows.columns:
-                named = f"{column!r}, which task.template names"
-                hint = "" if column.isidentifier() else "; write {{ and }} for braces"
-                if column == "question":  # the prompt column, by the name that any template may give it
-                    named, hint = repr(config.prompt_column), "; set task.prompt_column to one of them"
-                there_are = f"(there are: {', '.join(rows.columns)})"
-                raise UserError(f"{rows.name}: has no column {named} {there_are}{hint}")
-        return columns
 
     def prompt(self, row_index: int, *, index: int) -> Prompt:
         """Return the prompt of a row, or raise UserError; index is its index in the task."""
@@ -203,7 +176,46 @@ class Renderer:
         return [{"role": "system", "content": self._system}, *rest]
 
 
-def set_template_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> None:
+def prompt_kind(rows: RowTable) -> str:
+    """Return the kind of value that most rows have as prompt, of those that a prompt can be made of."""
+    kinds = Counter(map(kind_of, rows.values(rows.prompt_column) if rows.prompt_column else []))
+    return next((kind for kind, _ in kinds.most_common() if kind in _USABLE), TEXT)
+
+
+def prompt_columns(config: TaskConfig, rows: RowTable, kind: str) -> list[str]:
+    """Return the columns without which no row is a prompt; raise UserError if the table lacks one. kind: that
+    of prompt_kind."""
+    return [str(rows.prompt_column)] if kind == LIST else _template_columns(config, rows)
+
+
+def _template_columns(config: TaskConfig, rows: RowTable) -> list[str]:
+    """Return the columns that the template uses."""
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(config.template) if name is not None]
+    except ValueError as error:
+        hint = "write {{ and }} for braces"
+        raise UserError(f"task.template {config.template!r}: {error} ({hint})") from error
+    names = dict.fromkeys(name.partition("[")[0].partition(".")[0] for name in fields)
+    is_ambiguous = rows.prompt_column not in (None, "question") and "question" in rows.columns
+    if is_ambiguous and "question" in names and rows.prompt_column not in names:
+        raise UserError(
+            f"task.template: {rows.name} has both {rows.prompt_column!r} and 'question';"
+            f" name one of them, or set task.prompt_column to question"
+        )
+    aliases = {} if rows.prompt_column is None or is_ambiguous else {"question": rows.prompt_column}
+    columns = [aliases.get(name, name) for name in names]
+    for column in columns:
+        if column not in rows.columns:
+            named = f"{column!r}, which task.template names"
+            hint = "" if column.isidentifier() else "; write {{ and }} for braces"
+            if column == "question":  # the prompt column, by the name that any template may give it
+                named, hint = repr(config.prompt_column), "; set task.prompt_column to one of them"
+            there_are = f"(there are: {', '.join(rows.columns)})"
+            raise UserError(f"{rows.name}: has no column {named} {there_are}{hint}")
+    return columns
+
+
+def set_template_variables(tokenizer: "PreTrainedTokenizerBase", variables: dict[str, Any]) -> None:
     """Define these variables at the beginning of the tokenizer's chat template."""
     template = tokenizer.chat_template
     if isinstance(template, dict):  # templates by name: transformers takes tool_use if there are tools
@@ -213,7 +225,7 @@ def set_template_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[s
         tokenizer.chat_template = f"{blocks}\n{template}"  # transformers drops a block's newline
 
 
-def set_template_date(tokenizer: PreTrainedTokenizerBase, day: str | None) -> None:
+def set_template_date(tokenizer: "PreTrainedTokenizerBase", day: str | None) -> None:
     """Let `strftime_now` of the tokenizer's chat template give this day, such as 2026-11-29, at midnight;
     None leaves it the time of each rendering. transformers hands no function to a template: it is a macro."""
     template = tokenizer.chat_template
@@ -237,7 +249,7 @@ def _literal(value: Any) -> str:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
@@ -251,7 +263,7 @@ def render_chat(
 
 
 def _render_marked(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None,
 ) -> str:
@@ -266,7 +278,7 @@ def _render_marked(
 
 
 def chat_reply_tokens(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
     ended_by: str,
     variables: Mapping[str, Any] | None = None,
@@ -285,7 +297,7 @@ def chat_reply_tokens(
     return encoded(tokenizer, text.removeprefix(ended_by))
 
 
-def special_end(tokenizer: PreTrainedTokenizerBase, tokens_T: Sequence[int]) -> str:
+def special_end(tokenizer: "PreTrainedTokenizerBase", tokens_T: Sequence[int]) -> str:
     """Return the text of the last token if it is a special token, else an empty string."""
     last = list(tokens_T[-1:])
     is_text = tokenizer.decode(last, skip_special_tokens=True)
@@ -293,7 +305,7 @@ def special_end(tokenizer: PreTrainedTokenizerBase, tokens_T: Sequence[int]) -> 
 
 
 def plain_reply_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ended_by: str
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]], ended_by: str
 ) -> list[int]:
     """Return these tokens without a chat template: messages separated by empty lines."""
     contents = quoted(tokenizer, [message["content"] for message in messages])
@@ -301,7 +313,7 @@ def plain_reply_tokens(
 
 
 def join_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], num_plain: int = 0
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], num_plain: int = 0
 ) -> tuple[str, list[int]]:
     """Return (text, tokens) of the messages without their roles. num_plain: how many of them, from the first,
     are no messages but plain texts."""

@@ -9,14 +9,10 @@ model's own chat template; without one, texts are joined. Values are those of tr
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.chat_tokens import encoded, quoted
 from qerl.tasks.scoring import Failure, Text, finite_number
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class RewardModel:
@@ -29,6 +25,7 @@ class RewardModel:
         self._model: Any = None
 
     def _load(self) -> None:
+        import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer  # take seconds
 
         config = self._config
@@ -36,7 +33,7 @@ class RewardModel:
             self._tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 config.model,
-                dtype=_DTYPES[config.dtype],
+                dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype],
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -86,13 +83,16 @@ class RewardModel:
             ids = encoded(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False))
         return ids[-self._config.max_length :]
 
-    @torch.no_grad()
     def _values(self, batch: list[list[int]]) -> list[float]:
+        import torch
+
         longest, pad = max(map(len, batch)), self._model.config.pad_token_id
         ids_BT = torch.tensor([tokens + [pad] * (longest - len(tokens)) for tokens in batch])
         mask_BT = torch.tensor([[1] * len(t) + [0] * (longest - len(t)) for t in batch])
         device = self._model.device
-        logits_BL = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits.float()
+        with torch.no_grad():
+            logits_BL = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
+        logits_BL = logits_BL.float()
         if logits_BL.shape[1] == 1:
             return logits_BL[:, 0].tolist()
         label = -1 if self._config.label is None else self._config.label

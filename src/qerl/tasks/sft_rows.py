@@ -9,10 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Self
-
-import torch
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Self
 
 from qerl.algo.seeds import mix
 from qerl.config.sft import SftConfig
@@ -21,6 +18,9 @@ from qerl.errors import UserError, quantity
 from qerl.tasks.demonstrations import Demonstration, Demonstrator, check_columns
 from qerl.tasks.rows import RowTable, open_rows
 from qerl.types import Group
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # takes seconds to import
 
 _SFT_EPOCH = 3  # keeps these seeds apart from those of other draws
 
@@ -50,7 +50,7 @@ class SftRows:
     def read(
         cls,
         config: SftConfig,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         stop_ids: frozenset[int],
         *,
         max_evaluated: int,
@@ -83,7 +83,7 @@ class SftRows:
 
     @classmethod
     def read_evaluated(
-        cls, config: SftConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]
+        cls, config: SftConfig, tokenizer: "PreTrainedTokenizerBase", stop_ids: frozenset[int]
     ) -> Self:
         """Read all rows of config.data as evaluation rows."""
         table, _ = open_rows(tables_of(config))
@@ -113,6 +113,8 @@ class SftRows:
         return [each.group(len(self.learned) + i) for i, each in enumerate(self.evaluated)]
 
     def _shuffled(self, epoch: int) -> list[int]:
+        import torch  # rows are checked before it is imported
+
         generator = torch.Generator().manual_seed(mix(self.seed, _SFT_EPOCH, epoch))
         return torch.randperm(len(self._blocks), generator=generator).tolist()
 

@@ -17,14 +17,16 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2.ext
 import jinja2.sandbox
-from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import RunError, UserError
 from qerl.tasks.worker_process import OWN_ENDS, ForkedProcess, fork_process, limit_memory, signal_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # takes seconds to import
 
 # Imported before a fork: after it, a module that another thread was importing cannot be imported.
 assert jinja2.ext and jinja2.sandbox
@@ -48,7 +50,9 @@ class TemplateProcess:
         self._child: tuple[ForkedProcess, Connection] | None = None
         self._end = lambda: None
 
-    def render(self, tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict[str, Any]) -> str:
+    def render(
+        self, tokenizer: "PreTrainedTokenizerBase", messages: Messages, options: dict[str, Any]
+    ) -> str:
         """Return the text; raise UserError if the template fails or exceeds a limit."""
         with self._lock:
             process, pipe = self._running(tokenizer)
@@ -67,7 +71,7 @@ class TemplateProcess:
             raise UserError(reason)
         return text
 
-    def _running(self, tokenizer: PreTrainedTokenizerBase) -> tuple[ForkedProcess, Connection]:
+    def _running(self, tokenizer: "PreTrainedTokenizerBase") -> tuple[ForkedProcess, Connection]:
         """Return the child, forked anew if it has ended or knows another template."""
         if self._child and self._template == tokenizer.chat_template and self._child[0].poll() is None:
             return self._child
@@ -84,11 +88,13 @@ class TemplateProcess:
         return self._child
 
 
-_PROCESSES = weakref.WeakKeyDictionary[PreTrainedTokenizerBase, TemplateProcess]()
+_PROCESSES: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, TemplateProcess]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def render_template(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Messages,
     *,
     continues_last: bool,
@@ -115,7 +121,7 @@ def _reason(code: int) -> str:
     return f"its process ended with {signal_name(-code) if code < 0 else f'exit code {code}'}"
 
 
-def _serve(pipe: Connection, parent: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def _serve(pipe: Connection, parent: int, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Main function of the child."""
     _set_up(pipe)
     while True:
@@ -134,7 +140,7 @@ def _serve(pipe: Connection, parent: int, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Any, options: dict[str, Any]
+    tokenizer: "PreTrainedTokenizerBase", messages: Any, options: dict[str, Any]
 ) -> tuple[str | None, str]:
     """Return (text, "") or (None, what is wrong)."""
     try:

@@ -28,8 +28,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from qerl.tasks.scoring import Failure
 
 MAX_PRINTED = 1 << 16
@@ -303,6 +301,8 @@ def _set_up_worker(output: int, memory_bytes: int) -> None:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+    import torch  # by now it is imported: a command's first checks run without it
+
     torch.set_num_threads(1)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a job may have killed its keeper

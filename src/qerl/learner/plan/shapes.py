@@ -14,7 +14,7 @@ def check_name(model: str) -> None:
     """Raise UserError for what can be neither a shape nor a model; nothing is read or downloaded."""
     if "/" in model or _named_shape(model) is not None or Path(model).exists():
         return
-    from qerl.models.checkpoint.source import BUILT_IN  # a named shape needs no file readers
+    from qerl.models.checkpoint.model_place import BUILT_IN
 
     if model != BUILT_IN:
         hint = did_you_mean(model, (*RECIPES, *SHAPES)) or f"; there are {', '.join(SHAPES)}"

