@@ -305,6 +305,8 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+Report = Callable[[int, int, str], None]
+"""Called with (done, total, unit) while a long piece of work goes on: (3, 28, "layers")."""
 OnBurst = Callable[[list[tuple[int, Group]]], None]
 """Called after each burst of decode steps with (index of the prompt in the call, its group) of each group
 that has ended in it, so often with an empty list."""

@@ -23,6 +23,7 @@ from qerl.tasks import majority_vote
 from qerl.tasks.majority_vote import VotePool, votes
 from qerl.tasks.rows import open_rows
 from qerl.tasks.worker_pool import WorkerPool
+from qerl.tracking.progress import silent
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.types import GenerateRequest, Group, Prompt, Sample, Sampling
 
@@ -336,7 +337,7 @@ def benchmark(*, prompts=None, num_samples=4, **changes):
 
 def test_the_figures_of_three_problems_worked_by_hand(tmp_path):
     # right: 2, 1 and 2 of 4; the majority is 7 (right), 2 (wrong), 4 (right); greedy 7, 1, 5
-    got = run_benchmark(benchmark(), lambda: Texts(TEXTS), tmp_path / "sums.json", {}, lambda line: None)
+    got = run_benchmark(benchmark(), lambda: Texts(TEXTS), tmp_path / "sums.json", {}, silent)
     mean = (1 / 2 + 1 / 4 + 1 / 2) / 3
     spread = math.sqrt(sum((x - mean) ** 2 for x in (1 / 2, 1 / 4, 1 / 2)) / 2)
     assert got == {
@@ -360,7 +361,7 @@ def test_the_figures_of_three_problems_worked_by_hand(tmp_path):
 
 def test_without_a_threshold_there_is_a_mean_reward_and_no_accuracy(tmp_path):
     bare = benchmark(success_threshold=None, count_votes=None)
-    got = run_benchmark(bare, lambda: Texts(TEXTS), tmp_path / "sums.json", {}, print)
+    got = run_benchmark(bare, lambda: Texts(TEXTS), tmp_path / "sums.json", {}, silent)
     assert got["reward"] == pytest.approx((1 / 2 + 1 / 4 + 2 / 3) / 3) and got["greedy_reward"] == 2 / 3
     assert not [key for key in got if key.startswith(("pass@", "majority")) or key == "greedy"]
     console = Console(width=80, record=True, file=io.StringIO())
@@ -374,17 +375,18 @@ def test_a_broken_evaluation_goes_on_where_it_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr("qerl.eval.benchmark._SAMPLES_PER_BATCH", 4)
     whole, path = tmp_path / "whole.json", tmp_path / "broken.json"
     settings = settings_of(benchmark(), {})
-    run_benchmark(benchmark(), lambda: Texts(TEXTS), whole, settings, lambda line: None)
+    run_benchmark(benchmark(), lambda: Texts(TEXTS), whole, settings, silent)
 
-    def stop_after_two(line):
-        if "2 of 3" in line:
+    def stop_after_two(name):
+        if "problems 3 to 3 of 3" in name:
             raise KeyboardInterrupt
+        return silent(name)
 
     with pytest.raises(KeyboardInterrupt):
         run_benchmark(benchmark(), lambda: Texts(TEXTS), path, settings, stop_after_two)
     assert len(read_results(path)) == 2 and json.loads(path.read_text())["summary"] is None
     engine = Texts(TEXTS)
-    run_benchmark(benchmark(), lambda: engine, path, settings, lambda line: None)
+    run_benchmark(benchmark(), lambda: engine, path, settings, silent)
     assert engine.asked == [(2, 4), (2, 1)]
     assert path.read_bytes() == whole.read_bytes()
 
@@ -392,7 +394,7 @@ def test_a_broken_evaluation_goes_on_where_it_stopped(monkeypatch, tmp_path):
 def test_a_damaged_file_of_results_is_begun_anew(tmp_path):
     path = tmp_path / "sums.json"
     path.write_text('{"problems": [{"index"')
-    run_benchmark(benchmark(), lambda: Texts(TEXTS), path, {}, lambda line: None)
+    run_benchmark(benchmark(), lambda: Texts(TEXTS), path, {}, silent)
     assert len(read_results(path)) == 3
 
 
@@ -408,11 +410,11 @@ def test_another_problem_or_answer_is_another_file(tmp_path):
 
 def test_the_table_has_a_row_a_set_and_a_dash_for_what_means_nothing(tmp_path):
     results = [
-        {"set": "sums", **run_benchmark(benchmark(), lambda: Texts(TEXTS), tmp_path / "a.json", {}, print)},
+        {"set": "sums", **run_benchmark(benchmark(), lambda: Texts(TEXTS), tmp_path / "a.json", {}, silent)},
         {
             "set": "bare",
             **run_benchmark(
-                benchmark(count_votes=None), lambda: Texts(TEXTS), tmp_path / "b.json", {}, print
+                benchmark(count_votes=None), lambda: Texts(TEXTS), tmp_path / "b.json", {}, silent
             ),
         },
     ]

@@ -21,6 +21,7 @@ from typing import Any
 
 from qerl.algo.estimate import majority_vote
 from qerl.tracking.atomic_file import encode, parse_object, write_atomic
+from qerl.tracking.progress import Work
 from qerl.training.rollouts import evaluation
 from qerl.training.rollouts.evaluation import Evaluation
 from qerl.types import GenerateRequest, RolloutEngine
@@ -78,16 +79,17 @@ def run_benchmark(
     engine: Callable[[], RolloutEngine],
     path: Path,
     settings: dict[str, Any],
-    notice: Callable[[str], None],
+    work: Work,
 ) -> dict[str, Any]:
     """Evaluate the problems that the file lacks and return the summary; the engine is made only if needed."""
     problems, prompts_P = read_results(path), benchmark.request.prompts_P
     batch = max(1, _SAMPLES_PER_BATCH // benchmark.request.num_samples)
     path.parent.mkdir(parents=True, exist_ok=True)
     for start in range(len(problems), len(prompts_P), batch):
-        notice(f"{benchmark.name}: {len(problems):,} of {len(prompts_P):,} problems done")
         request = benchmark.request.with_prompts(prompts_P[start : start + batch])
-        problems += _evaluate(benchmark, engine(), request)
+        last = min(start + batch, len(prompts_P))
+        name = f"{benchmark.name}: problems {start + 1:,} to {last:,} of {len(prompts_P):,}"
+        problems += _evaluate(benchmark, engine(), request, lambda what, name=name: work(f"{name}, {what}"))
         _write(path, settings, problems, None)
     summary = summarize_problems(problems, benchmark.success_threshold)
     _write(path, settings, problems, summary)
@@ -98,10 +100,12 @@ def _write(path: Path, settings: dict[str, Any], problems: list[dict[str, Any]],
     write_atomic(path, encode({"settings": settings, "summary": summary, "problems": problems}))
 
 
-def _evaluate(benchmark: Benchmark, engine: RolloutEngine, request: GenerateRequest) -> list[dict[str, Any]]:
-    sampled = _graded(benchmark, engine, request)
+def _evaluate(
+    benchmark: Benchmark, engine: RolloutEngine, request: GenerateRequest, work: Work
+) -> list[dict[str, Any]]:
+    sampled = _graded(benchmark, engine, request, work)
     greedy = evaluation.greedy(request.sampling)
-    best = _graded(benchmark, engine, dataclasses.replace(request, num_samples=1, sampling=greedy))
+    best = _graded(benchmark, engine, dataclasses.replace(request, num_samples=1, sampling=greedy), work)
     return [
         {"index": prompt.index, "answer": prompt.columns.get(benchmark.answer_column), **samples}
         | {"majority": majority_reward(samples["votes"], samples["rewards"])}
@@ -111,10 +115,11 @@ def _evaluate(benchmark: Benchmark, engine: RolloutEngine, request: GenerateRequ
 
 
 def _graded(
-    benchmark: Benchmark, engine: RolloutEngine, request: GenerateRequest
+    benchmark: Benchmark, engine: RolloutEngine, request: GenerateRequest, work: Work
 ) -> list[dict[str, list[Any]]]:
     """Return rewards, votes and lengths of the samples of each prompt."""
-    groups, rewards_P_G = evaluation.sample_and_score(engine, benchmark.score, request)
+    with work(evaluation.work_name(request.sampling)) as report:
+        groups, rewards_P_G = evaluation.sample_and_score(engine, benchmark.score, request, report)
     votes_P_G: list[list[str | None]] = [[None] * request.num_samples] * len(groups)
     if benchmark.count_votes is not None:
         votes_P_G = benchmark.count_votes([[sample.text for sample in group.samples_G] for group in groups])

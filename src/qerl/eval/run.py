@@ -28,6 +28,7 @@ from qerl.models.device import resolve_device
 from qerl.tasks import RewardPool, Task, VotePool, all_prompts
 from qerl.tasks.majority_vote import voting_grader
 from qerl.tasks.reward import REWARDS, format_failures
+from qerl.tracking.progress import work
 from qerl.tracking.provenance import environment
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.engines.multi_turn import MultiTurnEngine, with_environment
@@ -80,7 +81,7 @@ def run_benchmarks(
             )
         for text in sorted({text for pool in pools.values() for text in pool.notices}):
             notice(text)
-        load_engine = cache(partial(load_trained_sampler, config, tokenizer, adapters, notice))
+        load_engine = cache(partial(_load, config, tokenizer, adapters, console))
         model_settings = {"model": source, **_model_settings(config.model, config.engine, adapters)}
         for name, benchmark in benchmarks.items():
             task, pool = tasks[name], pools[_grading(tasks[name])]
@@ -89,12 +90,20 @@ def run_benchmarks(
             if not all(reward in REWARDS for reward in task.rewards):
                 path.unlink(missing_ok=True)  # the settings do not show changes of the user's own function
             engine = partial(_engine, load_engine, pool, task, max_prompt_tokens)
-            summary = run_benchmark(benchmark, engine, path, settings, notice)
+            summary = run_benchmark(benchmark, engine, path, settings, partial(work, console))
             for text in format_failures(pool.take_failures()):
                 notice(text)
             results.append({"set": name, "model": source, **summary, "file": str(path)})
     console.print(table(results))
     return results
+
+
+def _load(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, adapters: Path | None, console: Console
+) -> LocalEngine:
+    notice = partial(console.print, markup=False, highlight=False)
+    with work(console, f"loading {config.model.path} in {config.model.format}") as report:
+        return load_trained_sampler(config, tokenizer, adapters, notice, report)
 
 
 def table(results: list[dict[str, Any]]) -> Table:

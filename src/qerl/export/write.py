@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -46,6 +47,7 @@ from qerl.models.quantize.calibration import read_calibration
 from qerl.models.quantize.gptq import requantize
 from qerl.models.quantize.merge_note import MergeNote, make_note, write_note
 from qerl.models.transformers_backend.backend import backend_of
+from qerl.tracking.progress import work
 
 _KINDS = {"nvfp4": NVFP4, "mxfp4": MXFP4}
 
@@ -173,14 +175,16 @@ def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Deco
 def load_fp32_base(config: RunConfig, device: torch.device) -> Decoder:
     """Load the run's model, in the run's format."""
     model = config.model
-    return build_decoder(
-        locate(model.path).open(),
-        format=model.format,
-        compute=torch.float32,
-        device=device,
-        resident=False,
-        scales=SCALES[model.scales],
-    )
+    with work(Console(stderr=True), f"loading {model.path} in {model.format}") as report:
+        return build_decoder(
+            locate(model.path).open(),
+            format=model.format,
+            compute=torch.float32,
+            device=device,
+            resident=False,
+            scales=SCALES[model.scales],
+            report=report,
+        )
 
 
 def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

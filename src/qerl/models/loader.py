@@ -30,6 +30,8 @@ from qerl.models.device import has_tile_kernels
 from qerl.models.expert_loading import load_experts
 from qerl.models.layer_spec import check_dense
 from qerl.models.lm_head import check_head
+from qerl.tracking.progress import ignore
+from qerl.types import Report
 
 
 def build_decoder(
@@ -41,13 +43,14 @@ def build_decoder(
     resident: bool,
     head: str = "bf16",
     scales: SelectScales = default_scales,
+    report: Report = ignore,
 ) -> Decoder:
     """Return a decoder: linears in `format`, the head in `head` (bf16 means `compute`), the rest in
     `compute`.
 
     Of a checkpoint that is quantized, codes that fit `format` are taken as they are, others are decoded and
     quantized again, and linears in full precision stay in BF16 (layouts/layout.py). A packed head is used
-    unchanged if it is NVFP4 and `head` is, else unpacked first.
+    unchanged if it is NVFP4 and `head` is, else unpacked first. report: gets the number of loaded layers.
     """
     architecture = architecture_of(checkpoint)
     if format == "fp8-flow":
@@ -82,6 +85,7 @@ def build_decoder(
             load_experts(experts, checkpoint, architecture, index, format, encode, rows if tiled else None)
         if tiled:
             layer.tile()
+        report(index + 1, architecture.num_layers, "layers")
     if resident:
         decoder.make_resident()
     if device.type == "cuda":

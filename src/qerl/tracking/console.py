@@ -1,8 +1,9 @@
 """Show a run on the console: a line per step or, on a terminal, a panel that is updated in place."""
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -13,9 +14,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from qerl.tracking.metric_text import clock, headline_metrics, one_line, plain_line, seconds_left, sparkline
+from qerl.tracking.progress import work_lines
+from qerl.types import Report
 
 _REFRESHES_PER_S = 2
 _SPARK_WIDTH = 40
+_FRAME = 2  # columns that the panel's border takes, without the spaces after the last metric
 
 
 class PlainDisplay:
@@ -41,6 +45,11 @@ class PlainDisplay:
     def notice(self, text: str) -> None:
         self._print(one_line(text))
 
+    def work(self, name: str, *, begins: bool) -> contextlib.AbstractContextManager[Report]:
+        """Show a long piece of work between steps, or in a phase, and how far it is. begins: also that it
+        begins."""
+        return work_lines(self._print, one_line(name), begins=begins)
+
     def close(self) -> None: ...
 
     def _print(self, line: str) -> None:
@@ -58,6 +67,7 @@ class PanelDisplay:
         self._step_seconds: list[float] = []
         self._sample: str | None = None
         self._phase: str | None = None
+        self._counts = ""
         self._started = self._phase_started = time.monotonic()
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=_REFRESHES_PER_S)
 
@@ -82,8 +92,19 @@ class PanelDisplay:
     def notice(self, text: str) -> None:
         self._console.print(one_line(text), markup=False, highlight=False, emoji=False)
 
+    @contextlib.contextmanager
+    def work(self, name: str, *, begins: bool) -> Iterator[Report]:
+        before = self._phase, self._phase_started
+        self.phase(one_line(name))
+
+        def report(done: int, total: int, unit: str) -> None:
+            self._counts = f" {done:,}/{total:,} {unit}"
+
+        yield report
+        self._counts, (self._phase, self._phase_started) = "", before
+
     def close(self) -> None:
-        self._phase = None
+        self._phase, self._counts = None, ""
         self._live.stop()
 
     def render(self) -> RenderableType:
@@ -103,11 +124,14 @@ class PanelDisplay:
         return row
 
     def _numbers(self) -> Text:
-        line = Text()
+        line, room = Text(), self._console.width - _FRAME
         for label, number in headline_metrics(self._metrics):
-            # No-break spaces: a narrow terminal breaks lines between metrics only.
-            line.append(f"{label}\u00a0", style="dim")
-            line.append(number.replace(" ", "\u00a0"), style="bold").append("  ")
+            size = len(label) + len(number) + 3
+            if room < size:  # a line ends between two metrics only
+                line.append("\n")
+                room = self._console.width - _FRAME
+            room -= size
+            line.append(f"{label} ", style="dim").append(number, style="bold").append("  ")
         return line if line.plain else Text("waiting for the first step", style="dim")
 
     def _reward_and_phase(self) -> Text:
@@ -117,7 +141,7 @@ class PanelDisplay:
             line.append("reward ", style="dim").append(f"{bars}  ", style="green")
         if phase is not None:
             line.append("now ", style="dim").append(phase, style="cyan")
-            line.append(f" {clock(time.monotonic() - self._phase_started)}", style="dim")
+            line.append(self._counts).append(f" {clock(time.monotonic() - self._phase_started)}", style="dim")
         return line
 
     def _newest_sample(self) -> Text:

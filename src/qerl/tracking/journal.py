@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -44,9 +44,11 @@ from qerl.tracking.atomic_file import (
 from qerl.tracking.console import PanelDisplay, PlainDisplay
 from qerl.tracking.json_lines import JsonLines, damage_notice
 from qerl.tracking.loggers import LOGGERS, check_loggers
+from qerl.tracking.progress import silent
 from qerl.tracking.provenance import ROUNDING, changes, check_same_run, check_sources, run_facts, shown
 from qerl.tracking.sample_files import SampleFiles
 from qerl.tracking.step_log import StepLog, Stopwatch
+from qerl.types import Report
 
 _NUM_STEPS = "config.num_steps"
 # A start that fails before its first step takes them away; the lock last, so that no other run comes between.
@@ -232,6 +234,11 @@ class Journal:
         self._note(text)
         self._display.notice(text)
 
+    def work(self, name: str, *, begins: bool = True) -> AbstractContextManager[Report]:
+        """Show a long piece of work and how far it is; nothing of it is recorded. begins: also say that it
+        begins."""
+        return self._display.work(redact(name), begins=begins)
+
     def saved(self, next_step: int) -> None:
         """Record that a checkpoint of the state before this step is on the disk; in any thread."""
         self._note(f"saved a checkpoint after step {next_step}", checkpoint=next_step)
@@ -357,6 +364,9 @@ class NullJournal:
         self.span = self._stopwatch.span
 
     def _ignore(self, *_: object, **__: object) -> None: ...
+
+    def work(self, name: str, *, begins: bool = True) -> AbstractContextManager[Report]:
+        return silent(name)
 
     start = check_sources = resume = notice = place = saved = carry = finish = catch_up = __exit__ = _ignore
 

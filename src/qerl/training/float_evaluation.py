@@ -31,7 +31,7 @@ from qerl.training.policy import load_sampler
 from qerl.training.rollouts import evaluation
 from qerl.training.rollouts.evaluation import is_correct
 from qerl.training.rollouts.rollout import sampling_of
-from qerl.types import Group, Prompt, RolloutEngine
+from qerl.types import GenerateRequest, Group, Prompt, RolloutEngine
 
 FLOAT = "float"
 """Name of the evaluation in evaluations.json."""
@@ -64,10 +64,10 @@ def sample_float_model(
     tokenizer: PreTrainedTokenizerBase,
     prompts_P: list[Prompt],
     wrap: Callable[[LocalEngine], RolloutEngine],
-    notice: Callable[[str], None] | None,
+    answer: Callable[[RolloutEngine, GenerateRequest], list[Group]],
 ) -> list[list[Group]]:
     """Load the float weights at `path`, with adapter.init_from's adapter, sample and free them. wrap: makes
-    of the engine what the run samples with; notice: gets the progress. Raise UserError if the checkpoint is
+    of the engine what the run samples with; answer: samples from it. Raise UserError if the checkpoint is
     quantized."""
     if (layout := layout_of(locate(path).open())) is not None:
         raise UserError(
@@ -80,7 +80,7 @@ def sample_float_model(
     sampler = wrap(engine)
     sampler.publish(0)
     requests = evaluation.held_out_requests(prompts_P, sampling_of(config), config.seed)
-    samples = [evaluation.sample(sampler, request, notice) for request in requests]
+    samples = [answer(sampler, request) for request in requests]
     del decoder, engine, sampler
     _free(config.model.device)
     return samples

@@ -30,8 +30,9 @@ from qerl.models.transformers_backend.backend import backend_of, max_positions_o
 from qerl.tasks import RewardPool, Task
 from qerl.tasks.chat_tokens import allow_special_tokens
 from qerl.tasks.prompt import set_template_date, set_template_variables
+from qerl.tracking.progress import ignore
 from qerl.training.rollouts.teacher import teacher_checkpoint
-from qerl.types import Prompt
+from qerl.types import Prompt, Report
 
 
 def check_backend(config: RunConfig) -> None:
@@ -119,9 +120,14 @@ def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:
 
 
 def load_sampler(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, stop_ids: frozenset[int] | None = None
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    report: Report = ignore,
+    *,
+    stop_ids: frozenset[int] | None = None,
 ) -> tuple[PolicyModel, LocalEngine]:
-    """stop_ids: tokens that end every sample; None: those of the model."""
+    """report: gets the number of loaded layers; stop_ids: tokens that end every sample; None: those of the
+    model."""
     model, source = config.model, locate(config.model.path)
     stop_ids = stop_token_ids(tokenizer, source) if stop_ids is None else stop_ids
     build: dict[str, Any] = {"format": model.format, "compute": COMPUTE[model.dtype]}
@@ -135,7 +141,7 @@ def load_sampler(
         check_tokens(tokenizer, decoder.vocab_size, source.path)
         _add_adapter(decoder, config)
         return decoder, TransformersEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
-    decoder = build_decoder(source.open(), **build, head=model.head_format)
+    decoder = build_decoder(source.open(), **build, head=model.head_format, report=report)
     check_tokens(tokenizer, decoder.vocab_size, source.path)
     _add_adapter(decoder, config)
     set_router_noise(decoder, config.noise.router)
@@ -153,11 +159,12 @@ def load_trained_sampler(
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: Path | None,
     notice: Callable[[str], None],
+    report: Report = ignore,
 ) -> LocalEngine:
     """Load the adapter of the newest intact checkpoint in the folder; None: the model as it is, with a notice
     of what quantizing it changed. Notices also say that transformers runs the model."""
     adapter = None if checkpoints is None else checkpoint.latest_adapter(checkpoints)
-    decoder, engine = load_sampler(config, tokenizer)
+    decoder, engine = load_sampler(config, tokenizer, report)
     for line in engine.notices if decoder.architecture is None else ():
         notice(line)
     if adapter is not None:

@@ -158,7 +158,9 @@ class Session:
             training.load(resumed.extra)
             return resumed.next_step, resumed.notices
         if self._run.ranks.is_first:
-            for line in filter(None, training.quantization_lines()):
+            with self._run.journal.work("comparing the quantized weights with the original ones"):
+                lines = list(filter(None, training.quantization_lines()))
+            for line in lines:
                 self._run.journal.notice(line)
         if config.adapter.init_from is not None:
             load_adapter(training.decoder, read_adapter(config.adapter.init_from, config.adapter))

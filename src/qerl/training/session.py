@@ -69,7 +69,7 @@ from qerl.training.rollouts.partial import PartialRollouts
 from qerl.training.rollouts.rollout import GroupRollouts, Rewards, Rollouts, sampling_of
 from qerl.training.rollouts.teacher import Teacher, check_teacher, load_teacher, teacher_sources
 from qerl.training.run_shell import EndStep, OpenRun, Training, evaluates_after, open_run
-from qerl.types import Group, RolloutEngine
+from qerl.types import GenerateRequest, Group, RolloutEngine
 
 
 class Agents(Episodes, Protocol):
@@ -138,7 +138,8 @@ class ReinforcementLearning(Training):
         self.config, self._ranks, self._journal = config, opened.ranks, opened.journal
         ranks, journal = opened.ranks, opened.journal
         check_supported(config, pool, ranks)
-        tokenizer, self._task = load_task(config)
+        with journal.work(f"reading {config.task.name}"):
+            tokenizer, self._task = load_task(config)
         rows = read_off_policy_rows(config, tokenizer)
         sources = self._task.sources | ({} if rows is None else rows.sources)
         journal.check_sources(sources, ("data set ",))
@@ -152,7 +153,8 @@ class ReinforcementLearning(Training):
         longest = longest_prompt(config, [*first_P, *self._held_out_P]) + config.sample.max_tokens
         compile_while_loading(config, longest)
         self._float = self._sample_float_model(opened, float_path, tokenizer, pool)
-        self.decoder, self.engine = load_sampler(config, tokenizer)
+        with journal.work(f"loading {config.model.path} in {config.model.format}") as report:
+            self.decoder, self.engine = load_sampler(config, tokenizer, report)
         for text in effect_notices(config, self._facts(tokenizer, pool)):
             journal.notice(text)
         judge = BaseJudge(self.decoder, self.engine, config.task.judge, config.engine)
@@ -247,8 +249,7 @@ class ReinforcementLearning(Training):
         wrap = partial(self._with_environment, pool)
         prompts_P = self._held_out_P[:MAX_PROBLEMS]
         self._journal.notice(f"answering held-out problems with the float weights: {len(prompts_P)}")
-        notice = self._journal.notice if self._ranks.count == 1 else None
-        samples = sample_float_model(self.config, path, tokenizer, prompts_P, wrap, notice)
+        samples = sample_float_model(self.config, path, tokenizer, prompts_P, wrap, self._answered)
         return FloatEvaluation(samples=samples)
 
     def quantization_lines(self) -> Iterator[str | None]:
@@ -347,11 +348,15 @@ class ReinforcementLearning(Training):
 
     def _measure(self, engine: RolloutEngine) -> list[evaluation.Scores]:
         """Return the held-out samples without noise, scored: with the config's sampling, and greedy."""
-        notice = self._journal.notice if self._ranks.count == 1 else None  # a rank knows its own share only
         requests = evaluation.held_out_requests(self._held_out_P, sampling_of(self.config), self.config.seed)
-        scores = [self._scored(evaluation.sample(engine, request, notice)) for request in requests]
+        scores = [self._scored(self._answered(engine, request)) for request in requests]
         self._report_failures()
         return scores
+
+    def _answered(self, engine: RolloutEngine, request: GenerateRequest) -> list[Group]:
+        with self._journal.work(evaluation.work_name(request.sampling), begins=False) as report:
+            shown = report if self._ranks.count == 1 else None  # a rank knows its own share only
+            return evaluation.sample(engine, request, shown)
 
     def _scored(self, groups: list[Group]) -> evaluation.Scores:
         return evaluation.Scores(self._rewards.score(groups), list(map(evaluation.sampled_tokens, groups)))

@@ -130,7 +130,8 @@ class FineTuning(Training):
     ):
         self.config, self._rows = config, rows
         self._ranks, self._journal = opened.ranks, opened.journal
-        self.decoder, self.engine = load_sampler(config, tokenizer)
+        with self._journal.work(f"loading {config.model.path} in {config.model.format}") as report:
+            self.decoder, self.engine = load_sampler(config, tokenizer, report)
         arch = self.decoder.architecture
         facts = RunFacts(
             is_mixture=arch is not None and arch.mixture is not None,
@@ -208,7 +209,8 @@ class FineTuning(Training):
         return sum(tally.total for tally in tallies) / sum(tally.count for tally in tallies)
 
     def evaluate(self, moment: str) -> tuple[dict[str, float], str]:
-        with self._journal.span("evaluate"):
+        work = self._journal.work(f"evaluating {quantity(len(self._rows.evaluated), 'row')}")
+        with self._journal.span("evaluate"), work:
             loss = self.mean_loss()
         rows = quantity(len(self._rows.evaluated), "row")
         text = f"evaluation loss {moment} training: {loss:.4f} nats per token ({rows})"

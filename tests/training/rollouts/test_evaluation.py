@@ -1,13 +1,10 @@
 """The engine here is a table: the text of every sample is fixed by prompt and place."""
 
-import itertools
 import math
 import statistics
-from types import SimpleNamespace
 
 import pytest
 
-from qerl.training.rollouts import evaluation
 from qerl.training.rollouts.evaluation import (
     EVALUATION_STEP,
     held_out_text,
@@ -145,13 +142,10 @@ def test_the_engine_is_asked_once_with_a_step_that_no_training_has():
     assert EVALUATION_STEP < 0
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(8.0, [1]), (20.0, [0, 1, 3]), (1.0, [])])
-def test_how_many_problems_are_answered_is_told_every_15_seconds(monkeypatch, seconds, told):
-    """The clock goes on by so many seconds each time that it is read: twice in a burst that tells."""
-    clock, lines = SimpleNamespace(monotonic=itertools.count(step=seconds).__next__), []
-    monkeypatch.setattr(evaluation, "time", clock)
-    sample_and_score(Table(TEXTS), score, request(), lines.append)
-    assert lines == [f"{num} of 3 problems answered at temperature 0.6" for num in told]
+def test_the_samples_that_have_ended_are_reported_after_each_burst():
+    told = []
+    sample_and_score(Table(TEXTS), score, request(), lambda *each: told.append(each))
+    assert told == [(done, 6, "samples") for done in (0, 2, 6)]
 
 
 def test_greedy_is_one_sample_a_prompt():

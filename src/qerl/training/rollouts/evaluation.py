@@ -11,16 +11,15 @@ Used by training (held-out accuracy), by qerl.eval (benchmarks) and by the studi
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from qerl.algo.estimate import clustered_mean, pass_at_powers
+from qerl.engine.local_engine import LocalEngine
 from qerl.errors import quantity
-from qerl.types import GenerateRequest, Group, OnBurst, Prompt, RolloutEngine, Sampling
+from qerl.types import GenerateRequest, Group, OnBurst, Prompt, Report, RolloutEngine, Sampling
 
 EVALUATION_STEP = -1
-_NOTICE_EVERY_S = 15.0
 Score = Callable[[list[Group]], list[list[float | None]]]
 """Return the rewards of each group's samples; None for a reward that failed."""
 
@@ -47,37 +46,42 @@ class Evaluation:
 
 
 def sample_and_score(
-    engine: RolloutEngine, score: Score, request: GenerateRequest, notice: Callable[[str], None] | None = None
+    engine: RolloutEngine, score: Score, request: GenerateRequest, report: Report | None = None
 ) -> tuple[list[Group], list[list[float | None]]]:
-    """Return the samples of every prompt and their rewards. notice: gets the progress, at most every 15 s."""
-    groups = sample(engine, request, notice)
+    """Return the samples of every prompt and their rewards. report: gets the progress."""
+    groups = sample(engine, request, report)
     rewards_P_G = score(groups)
     assert [len(rewards_G) for rewards_G in rewards_P_G] == [request.num_samples] * len(request.prompts_P)
     return groups, rewards_P_G
 
 
-def sample(
-    engine: RolloutEngine, request: GenerateRequest, notice: Callable[[str], None] | None = None
-) -> list[Group]:
-    """Return the samples of every prompt; notice as in sample_and_score."""
+def sample(engine: RolloutEngine, request: GenerateRequest, report: Report | None = None) -> list[Group]:
+    """Return the samples of every prompt; report as in sample_and_score."""
     assert request.step == EVALUATION_STEP
-    num_prompts = len(request.prompts_P)
-    on_burst = None if notice is None else _progress(notice, num_prompts, request.sampling.temperature)
+    num_prompts, num_samples = len(request.prompts_P), request.num_samples
+    on_burst = None if report is None else _progress(engine, num_prompts, num_samples, report)
     return engine.generate(request, on_burst=on_burst)
 
 
-def _progress(notice: Callable[[str], None], num: int, temperature: float) -> OnBurst:
-    """Return an on_burst that notices how many of the prompts are answered."""
-    num_done, noticed_s = 0, time.monotonic()
+def work_name(sampling: Sampling) -> str:
+    return f"answering at temperature {sampling.temperature:g}"
 
-    def notice_progress(ended: list[tuple[int, Group]]) -> None:
-        nonlocal num_done, noticed_s
-        num_done += len(ended)
-        if time.monotonic() - noticed_s >= _NOTICE_EVERY_S:
-            noticed_s = time.monotonic()
-            notice(f"{num_done:,} of {num:,} problems answered at temperature {temperature:g}")
 
-    return notice_progress
+def _progress(engine: RolloutEngine, num_prompts: int, num_samples: int, report: Report) -> OnBurst:
+    """Return an on_burst that reports how many samples have ended, and the tokens so far where the engine
+    knows them."""
+    num_done = 0
+
+    def report_progress(ended: list[tuple[int, Group]]) -> None:
+        nonlocal num_done
+        num_done += num_samples * len(ended)
+        if isinstance(engine, LocalEngine):
+            stats = engine.stats
+            report(len(stats.finish_s), num_prompts * num_samples, f"samples, {stats.num_tokens:,} tokens")
+        else:
+            report(num_done, num_prompts * num_samples, "samples")
+
+    return report_progress
 
 
 def summarize(
