@@ -442,7 +442,7 @@ def test_the_largest_fits_and_one_more_does_not():
     assert 0 < most.num_prompts < 2048 and 100 < most.max_tokens < 472 and 16 < most.rank < 1024
 
     def need(count, tokens, rank):
-        running = max(count * 2, CONFIG.engine.max_num_seqs)
+        running = max(count * 2, op.planned_rows(CONFIG))
         config = dataclasses.replace(
             CONFIG,
             num_prompts=count,

@@ -19,8 +19,9 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Dtype of keys and values: auto is model.dtype; fp8 has one scale per token and head."""
 
-    max_num_seqs: int = 128
-    """Maximum number of samples decoded at once; up to 256 with the decode kernels."""
+    max_num_seqs: int | None = None
+    """Maximum number of samples decoded at once; up to 256 with the decode kernels. None: 256 with them, else
+    128; as many as the KV cache holds run."""
 
     max_num_batched_tokens: int | None = None
     """Maximum number of prompt tokens in one forward pass. None: 4,096; 16,384 with a mixture of experts,
@@ -40,6 +41,10 @@ class EngineConfig:
     def __post_init__(self):
         check_positive(self, "block_size", "kv_cache_gb", "decode_steps_per_sync", prefix="engine.")
         check_positive(self, "max_num_seqs", "max_num_batched_tokens", prefix="engine.")
+
+    def max_rows(self, *, has_kernels: bool) -> int:
+        """Return max_num_seqs, resolved. has_kernels: decode steps use the decode kernels."""
+        return self.max_num_seqs or (256 if has_kernels and not self.exact else 128)
 
     def batched_tokens(self, *, is_mixture: bool) -> int:
         """Return max_num_batched_tokens, resolved."""

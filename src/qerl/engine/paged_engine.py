@@ -98,10 +98,11 @@ class PagedEngine(LocalEngine):
         notices, obstacle = [], self._runners.obstacle
         if self._decoder.device.type == "cuda" and obstacle is not None:
             notices.append(f"decode kernels unavailable ({obstacle}): falling back to PyTorch")
-        if self._runners.max_rows < self._config.max_num_seqs:
+        limit = self._config.max_num_seqs
+        if limit is not None and self._runners.max_rows < limit:
             notices.append(
                 f"the decode kernels run at most {self._runners.max_rows} samples at once,"
-                f" below engine.max_num_seqs = {self._config.max_num_seqs}"
+                f" below engine.max_num_seqs = {limit}"
             )
         return notices
 

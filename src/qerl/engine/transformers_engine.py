@@ -54,7 +54,8 @@ class TransformersEngine(LocalEngine):
             stop_token_ids=stop_token_ids,
             max_num_batched_tokens=config.batched_tokens(is_mixture=False),
         )
-        self._transformer, self._config, self.max_rows = model, config, config.max_num_seqs
+        self._transformer, self._config = model, config
+        self.max_rows = config.max_rows(has_kernels=False)
         self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(model.device)
 
     @property

@@ -297,7 +297,7 @@ class Preflight:
         config, sampling = self._config, sampling_of(self._config)
         text, group = list(self._tokenizer(_TEXT)["input_ids"]), config.num_generations
         lone = Prompt(index=0, text=_TEXT, tokens_T=text, messages=None, columns={})
-        most_rows = _CPU_ROWS if config.model.device == "cpu" else config.engine.max_num_seqs
+        most_rows = _CPU_ROWS if config.model.device == "cpu" else config.engine.max_rows(has_kernels=True)
         prompts_P = (self._prompts_P or [lone])[: max(1, most_rows // group)]
         longest = max(len(prompt.tokens_T) for prompt in prompts_P)
         max_tokens = min(sampling.max_tokens, self._max_positions - longest)

@@ -74,7 +74,8 @@ class RunnerCache:
         self.obstacle = exact or KernelForward.obstacle(decoder, config.block_size, self.kernels)
         """The reason why decode steps use PyTorch operations; None if they use the kernels."""
         self._is_fast = self.obstacle is None
-        self.max_rows = min(config.max_num_seqs, MAX_ROWS) if self._is_fast else config.max_num_seqs
+        max_rows = config.max_rows(has_kernels=self._is_fast)
+        self.max_rows = min(max_rows, MAX_ROWS) if self._is_fast else max_rows
         self._min_rows, self._rows = 1, bucket_of(self.max_rows, self.max_rows)
         if config.exact:
             self._min_rows, self._rows = self._exact_rows()

@@ -86,19 +86,25 @@ def float_evaluation_bytes(a: Architecture, config: RunConfig, prompt_tokens: in
     return sum(part.num_bytes for part in held if part.name != "optimizer's moments")
 
 
+def planned_rows(config: RunConfig) -> int:
+    """Return engine.max_num_seqs, resolved for a GPU."""
+    return config.engine.max_rows(has_kernels=config.engine.kernels != "torch")
+
+
 def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
     engine, max_tokens = config.engine, config.sample.max_tokens
     compute = form_of(config).compute
     dtype = FP8 if engine.kv_cache_dtype == "fp8" else compute
     in_work = config.num_prompts + (config.rollout.extra_prompts if config.rollout.partial else 0)
-    running = min(in_work * config.num_generations, engine.max_num_seqs)
-    prompts = min(in_work, engine.max_num_seqs)
+    max_rows = planned_rows(config)
+    running = min(in_work * config.num_generations, max_rows)
+    prompts = min(in_work, max_rows)
     pages = prompts * num_pages(prompt_tokens, engine.block_size)
     num_branched = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
     sample_pages = own_pages(prompt_tokens, max_tokens, engine.block_size)
     pages += (num_branched + running) * sample_pages
     slots = prompts + running if config.algo.branching == "none" else config.num_prompts + running
-    size = CacheSize.of(a, engine, dtype, slot_bytes=slot_bytes(a, compute), max_rows=engine.max_num_seqs)
+    size = CacheSize.of(a, engine, dtype, slot_bytes=slot_bytes(a, compute), max_rows=max_rows)
     windowed = 0
     if size.window is not None:
         windowed = prompts * size.window.prompt_pages(prompt_tokens) + num_branched * sample_pages

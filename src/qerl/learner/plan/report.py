@@ -17,6 +17,7 @@ from qerl.learner.plan.memory import (
     full_rows,
     memory_parts,
     peak_bytes,
+    planned_rows,
     resolve_checkpointing,
     with_fields,
     with_microbatches,
@@ -75,7 +76,7 @@ def largest_settings(
 
     def with_prompts(count: int) -> RunConfig:
         """All of their samples run at once."""
-        running = max(config.engine.max_num_seqs, count * config.num_generations)
+        running = max(planned_rows(config), count * config.num_generations)
         return dataclasses.replace(with_fields(config, "engine", max_num_seqs=running), num_prompts=count)
 
     max_prompts = max(_MAX_SAMPLES // config.num_generations, 1)

@@ -37,7 +37,7 @@ from qerl.cost.weights import (
 )
 from qerl.errors import UserError, did_you_mean, require
 from qerl.formats import FORMATS
-from qerl.learner.plan.memory import kv_cache_bytes, microbatch_rows
+from qerl.learner.plan.memory import kv_cache_bytes, microbatch_rows, planned_rows
 from qerl.models.architecture import Architecture
 from qerl.models.device import Kernels
 
@@ -176,7 +176,7 @@ def estimate_speed(
     num_samples = config.num_prompts * config.num_generations
     cached = kv_cache_bytes(a, config, prompt_tokens) / token_bytes(a, config.engine.kv_cache_dtype)
     fitting = cached / (mean_tokens / 2 + prompt_tokens / config.num_generations)
-    running = max(min(num_samples, config.engine.max_num_seqs, int(fitting)), 1)
+    running = max(min(num_samples, planned_rows(config), int(fitting)), 1)
     cached_tokens = running * (mean_tokens / 2 + prompt_tokens / config.num_generations)
     rate = running / _decode_step_s(gpu, a, config, running, cached_tokens)
     mode = config.learn.gradient_checkpointing
