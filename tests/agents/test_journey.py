@@ -53,7 +53,8 @@ def test_the_chain_of_the_page_runs_and_goes_on_from_its_adapter(folder, monkeyp
     assert (first[0], second[0]) == ("sft", "train") and "--init-adapter" in second
     for arguments in (first, second):
         command([*arguments, "--model", str(folder / "model"), *SMALL[arguments[0]].split()])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert f"qerl export {second[second.index('--out') + 1]} " in capsys.readouterr().out
+    result = json.loads((Path(second[second.index("--out") + 1]) / "result.json").read_text())
     assert {"reward_before", "reward_after"} <= set(result)
     runs = [Path(run) for run in (first[first.index("--out") + 1], second[second.index("--out") + 1])]
     start = json.loads((runs[1] / "run.json").read_text())["config"]["adapter"]["init_from"]

@@ -119,8 +119,8 @@ def test_a_run_in_the_folder_goes_on_or_has_other_settings_as_in_training(check,
     assert code == 0 and texts(findings, "out")[1].endswith(
         "/run holds a run of these settings, which goes on"
     )
-    code, findings, _ = check("--noise.schedule", "none")
-    assert code != 0 and 'noise.schedule = "exponential", not "none"; choose' in texts(findings, "out")[-1]
+    code, findings, _ = check("--noise.schedule", "constant")
+    assert code != 0 and 'noise.schedule = "none", not "constant"; choose' in texts(findings, "out")[-1]
 
 
 @pytest.mark.parametrize(

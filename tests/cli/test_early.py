@@ -38,16 +38,16 @@ def _stopped(folder, *command):
     return process.communicate(timeout=60)[1], process.returncode
 
 
-SUMS = "train", "--task", "sums.jsonl"
+SUMS = "train", "--task", "sums.jsonl", "--reward=numeric"
 MISTAKES = [
     (("train", "--task", "none.jsonl"), "task.name none.jsonl: no such file"),
     ((*SUMS, "--task.held-out-split", "none.csv"), "task.held_out_split none.csv: no such file"),
-    ((*SUMS, "--reward", "none.py:score"), "task.rewards none.py:score: no such file"),
-    ((*SUMS, "--reward", "even.py:evne"), "even.py has no 'evne'; did you mean even"),
-    ((*SUMS, "--reward", "gold.py:score"), "score needs gold, but the data has no such column"),
-    ((*SUMS, "--reward", "broken.py:score"), "cannot import broken.py: SyntaxError"),
-    ((*SUMS, "--reward", "numerc"), "did you mean numeric?"),
-    ((*SUMS, "--agent", "even.py:agent"), "agent.function even.py:agent: even.py has no 'agent'"),
+    ((*SUMS[:3], "--reward", "none.py:score"), "task.rewards none.py:score: no such file"),
+    ((*SUMS[:3], "--reward", "even.py:evne"), "even.py has no 'evne'; did you mean even"),
+    ((*SUMS[:3], "--reward", "gold.py:score"), "score needs gold, but the data has no such column"),
+    ((*SUMS[:3], "--reward", "broken.py:score"), "cannot import broken.py: SyntaxError"),
+    ((*SUMS[:3], "--reward", "numerc"), "did you mean numeric?"),
+    ((*SUMS[:3], "--agent", "even.py:agent"), "agent.function even.py:agent: even.py has no 'agent'"),
     ((*SUMS, "--task.prompt-column", "ask"), "has no column 'ask' (there are: prompt, answer)"),
     ((*SUMS, "--task.template", "{promt}"), "has no column 'promt', which task.template names"),
     ((*SUMS, "--task.answer-column", "gold"), "task.answer_column: no column 'gold'"),
@@ -73,9 +73,35 @@ def test_a_mistake_is_found_before_torch_is_imported(folder, command, error):
     assert code == 2 and last.startswith("qerl: ") and error in last, said
 
 
+ASKED = [
+    (("train", "--task", "sums.jsonl"), "train --task sums.jsonl needs a reward: --reward FILE.py:FUNCTION"),
+    (("train", "--task.name=sums.jsonl", "--model", "owner/name"), "needs a reward"),
+    (("check", "--task", "sums.jsonl"), "check --task sums.jsonl needs a reward"),
+    (("eval", "owner/name"), "eval owner/name needs what to evaluate it on: one of gsm8k"),
+    (("eval", "owner/name", "--num-prompts", "4"), "or a FILE of rows"),
+]
+
+
+@pytest.mark.parametrize(("command", "error"), ASKED, ids=str)
+def test_what_is_missing_is_asked_for(folder, command, error):
+    said, code = _stopped(folder, *command)
+    assert code == 2 and said.startswith("qerl: ") and error in said, said
+
+
+def test_the_model_that_is_assumed_is_said(folder):
+    process = tiny_run.launched("-c", CODE, str(folder), "train", "--task", "sums.jsonl", "--reward", "exact")
+    out, _ = process.communicate(timeout=60)
+    assert "assumed: the built-in model smollm2-135m-instruct; --model MODEL takes another one" in out
+    assert "assumed: learn.learning_rate 5e-05, as LoRA of 0.14 billion weights" in out
+    process = tiny_run.launched(
+        "-c", CODE, str(folder), *SUMS, "--model=o/n-1B", "--learn.learning-rate=1e-4"
+    )
+    assert "assumed" not in process.communicate(timeout=60)[0]
+
+
 @pytest.mark.parametrize("reward", ["even.py:even", "made.py:score", "numeric", "missing_module:score"])
 def test_what_the_first_checks_cannot_see_is_left_to_the_run(folder, reward):
-    assert _stopped(folder, *SUMS, "--reward", reward)[1] == 7
+    assert _stopped(folder, *SUMS[:3], "--reward", reward)[1] == 7
 
 
 def test_rows_of_a_known_set_have_its_columns_already_then(folder):

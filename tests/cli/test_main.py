@@ -384,7 +384,7 @@ def test_a_head_that_the_model_cannot_have_is_one_line(monkeypatch, capsys, file
 def test_report_and_eval_take_a_run(monkeypatch, capsys, files, tmp_path):
     out = tmp_path / "run"
     assert qerl(monkeypatch, "train", "demo", *tiny_run.options(files, out), "--num-steps", "3") == 0
-    trained = json.loads(capsys.readouterr().out.splitlines()[-1])
+    trained = json.loads((out / "result.json").read_text())
     assert qerl(monkeypatch, "report", out, "--out", tmp_path / "page.html") == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     capsys.readouterr()
@@ -443,7 +443,7 @@ def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
     code = f"import sys\n{stops}sys.meta_path.insert(0, Stops())\nfrom qerl.cli.main import main\nmain()"
     commands = [
         ["train", "demo", *tiny_run.options(files, tmp_path / "run")],
-        *(["eval", "o/m"], ["generate", "o/m", "hello"], ["quantize", "o/m", "out"]),
+        *(["eval", "o/m", "gsm8k"], ["generate", "o/m", "hello"], ["quantize", "o/m", "out"]),
         ["plan", "gsm8k", "--gpu", "rtx-4090"],
     ]
     for command in commands:
@@ -452,9 +452,10 @@ def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
         assert process.returncode == 7 and (out or error).startswith(f"{command[0]} {command[1]}: ")
 
 
-def test_the_first_line_of_a_run_names_its_rewards(monkeypatch, capsys):
-    given = ["train", "--task", "none.jsonl", "--num-steps", "1"]
-    for more, named in (([], "numeric"), (["--reward", "math", "tags"], "math + tags")):
+def test_the_first_line_of_a_run_names_its_rewards(monkeypatch, capsys, tmp_path):
+    rows = tiny_run.write_task(tmp_path)
+    given = ["train", "--task", str(rows), "--num-steps", "1", "--model", "./none"]
+    for more, named in ((["--reward", "exact"], "exact"), (["--reward", "math", "tags"], "math + tags")):
         assert qerl(monkeypatch, *given, *more) == 2
         assert f" in nvfp4, reward {named}, 1 step, runs/own\n" in capsys.readouterr().out
     assert qerl(monkeypatch, *given, "--agent", "none.py:agent") == 2

@@ -36,7 +36,7 @@ def drawn(display, width=100):
 def test_the_plain_line_has_a_fixed_order():
     line = plain_line(METRICS, steps_done=3, num_steps=30, left_s=271)
     assert line == (
-        "step 3/30  reward 0.412  accuracy 0.41  entropy 1.61  kl 2.1e-04  sigma 0"
+        "step 3/30  reward 0.412  accuracy 0.41  entropy 1.61  mismatch 2.1e-04"
         "  tokens/s 812  memory 1.9 GB  left 4:31"
     )
 
@@ -111,7 +111,7 @@ def test_the_panel_shows_the_run():
         "\u2581\u2588",
         "0.412",
         "2.1e-04",
-        "1.9\u00a0GB",
+        "1.9 GB",
     ):
         assert text in shown
     assert "[bold]it is 3[/bold] ?[31m" in shown

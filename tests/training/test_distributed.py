@@ -171,8 +171,7 @@ def test_two_ranks_talk_with_the_environments_that_one_would(files, tmp_path):
 def test_the_first_rank_alone_speaks(both):
     out, stdout = both
     assert stdout.count("step 6/6") == 1 and stdout.count("held-out accuracy after training") == 1
-    assert json.loads(stdout.splitlines()[-1]) == json.loads((out / "result.json").read_text())
-    assert stdout.count('"train_s"') == 1
+    assert stdout.splitlines()[-1] == f"qerl serve {out}" and stdout.count("qerl serve") == 1
 
 
 def test_what_is_added_up_is_the_adapters_gradients(both):

@@ -15,7 +15,7 @@ from qerl.cli.main import command
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="half an hour without a GPU")
 def test_the_merged_demo_keeps_nine_tenths_of_its_accuracy_by_calibration(smollm2, tmp_path, capsys):
     def accuracy(out, *options):
-        command(["train", "demo", "--out", str(tmp_path / out), *options])
+        command(["train", "demo", "--out", str(tmp_path / out), "--json", *options])
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         return result["accuracy_before"], result["accuracy_after"]
 

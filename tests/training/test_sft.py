@@ -110,7 +110,9 @@ def cross_entropy(files, rows):
 
 
 def test_the_loss_before_training_is_that_of_transformers(files, tmp_path, capsys):
-    command(["sft", *options(files, tmp_path / "run", "--model.format", "bf16", "--max-steps", "1")])
+    command(
+        ["sft", *options(files, tmp_path / "run", "--model.format", "bf16", "--max-steps", "1"), "--json"]
+    )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = [json.loads(line) for line in (files / "chats.jsonl").read_text().splitlines()]
     assert result["eval_nll_before"] == pytest.approx(cross_entropy(files, rows[-8:]), rel=1e-4)

@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import io
 import itertools
-import json
 import os
 import re
 import sys
@@ -94,17 +93,12 @@ def announce(text: str, file: TextIO) -> None:
 
 def announce_run(text: str) -> None:
     """Print the first line of a run at once, on the first rank of a torchrun."""
-    if _is_first_rank():
+    if is_first_rank():
         announce(text, sys.stdout)
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """Print the result of a run as one line of JSON, on the first rank of a torchrun."""
-    if _is_first_rank():
-        print(json.dumps(result))
-
-
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """True but in a torchrun's other ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 

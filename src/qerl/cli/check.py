@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from qerl.cli.arguments import announce, expand, names_or_help, parse_options
-from qerl.cli.train import SHORT, read_recipe
+from qerl.cli.train import SHORT, check_asked, read_recipe, with_rate
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
 
@@ -53,6 +54,9 @@ def run(arguments: list[str]) -> None:
     checked = parse_options(CheckOptions, options, f"check {name}", CheckOptions(run=default), DESCRIPTION)
     if checked.speed and "model" not in parts:
         raise UserError("check --speed needs a recipe or --model MODEL")
+    if name.startswith("--task") and Path(checked.run.task.name).exists():  # a missing file is a finding
+        check_asked(checked.run, options, "check")
+        checked = dataclasses.replace(checked, run=with_rate(checked.run, options)[0])
     announce(f"check {name}", sys.stderr if checked.json else sys.stdout)
     _check(checked, [*parts, *["speed"] * checked.speed])
 

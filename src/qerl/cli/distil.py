@@ -7,11 +7,11 @@ from qerl.cli.arguments import (
     check_recipe,
     expand,
     parse_options,
-    print_result,
     split_names,
     task_label,
     wants_help,
 )
+from qerl.cli.result import print_result, take_flag
 from qerl.cli.train import SHORT, check_early, take_init_adapter, take_option
 from qerl.config import NoiseConfig, RunConfig
 from qerl.config.distil import DistilConfig
@@ -39,6 +39,7 @@ def run(arguments: list[str]) -> None:
     if wants_help(arguments):
         print(USAGE)
         return
+    as_json, arguments = take_flag(arguments, "--json")
     name, default, options = _read(arguments)
     config = parse_options(RunConfig, options, f"distil {name}", default)
     model = f"{config.model.path} in {config.model.format}"
@@ -46,7 +47,7 @@ def run(arguments: list[str]) -> None:
     check_early(config)
     from qerl.training.session import train  # imports torch and transformers, which takes seconds
 
-    print_result(train(config))
+    print_result(train(config), as_json=as_json)
 
 
 def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:

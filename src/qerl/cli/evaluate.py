@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from qerl.cli.arguments import announce, expand, names_or_help, parse_options
+from qerl.cli.result import rounded
 from qerl.config import ModelConfig, RunConfig, TaskConfig
 from qerl.config.options import EvalOptions
 from qerl.config.stored import read_run_config, with_start_day
@@ -62,6 +63,11 @@ def run(arguments: list[str]) -> None:
         default = paper_sampling(default)
     options = parse_options(EvalOptions, arguments, f"eval {source}", default, DESCRIPTION)
     reads_own_task = bool(files) or not benchmarks
+    require(
+        config is not None or bool(names[1:] or of_task),
+        f"eval {source} needs what to evaluate it on: one of {', '.join(BENCHMARKS)}, or a FILE of rows with"
+        " --reward NAME; a run's folder has held-out rows of its own",
+    )
     has_agent = config is not None and config.agent.function is not None
     require(
         not (has_agent and reads_own_task and "--task.rewards" not in task_options),
@@ -85,7 +91,7 @@ def run(arguments: list[str]) -> None:
     from qerl.eval.run import run_benchmarks
 
     for result in run_benchmarks(source, config, options, benchmarks, file_tasks, Console(stderr=True)):
-        print(json.dumps(result))
+        print(json.dumps(rounded(result)))
 
 
 def _with_known(tasks: dict[str, TaskConfig], *, keeps_rewards: bool) -> dict[str, TaskConfig]:

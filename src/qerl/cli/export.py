@@ -1,11 +1,14 @@
 """Export what a run learned: a PEFT adapter, or a merged model."""
 
+import shlex
 import sys
 
 from qerl.cli.arguments import announce, parse_options
 from qerl.config.options import ExportOptions
 from qerl.config.stored import read_config_file
 from qerl.errors import UserError, did_you_mean_folder
+
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that its --max-lora-rank takes
 
 
 def run(arguments: list[str]) -> None:
@@ -16,6 +19,30 @@ def run(arguments: list[str]) -> None:
         raise UserError(f"{options.run}: not the folder of a run (it has no run.json){near}")
     announce(f"export {options.run}: {options.form}, {options.out}", sys.stderr)
     from qerl.export import export
+    from qerl.models.checkpoint.source import base_name
 
-    export(read_config_file(run_json), options)
+    config = read_config_file(run_json)
+    export(config, options)
+    for line in usage_lines(options, base_name(config.model.path), config.adapter.rank):
+        print(line, file=sys.stderr)
     print(options.out)
+
+
+def usage_lines(options: ExportOptions, base: str, rank: int) -> list[str]:
+    """Return what was written, and how other programs use it."""
+    size_mb = sum(file.stat().st_size for file in options.out.iterdir() if file.is_file()) / 1e6
+    out = shlex.quote(str(options.out))
+    kind = "a PEFT adapter" if options.form == "peft" else f"a model ({options.form})"
+    lines = [f"wrote {kind}, {size_mb:,.1f} MB, to {out}"]
+    if options.form == "peft":
+        limit = next((each for each in _VLLM_RANKS if each >= rank), rank)
+        load = f'AutoModelForCausalLM.from_pretrained("{base}")'
+        return [
+            *lines,
+            f'  PEFT   PeftModel.from_pretrained({load}, "{options.out}")',
+            f"  vLLM   vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {limit} --lora-modules"
+            f" {shlex.quote(options.out.name)}={out}",
+        ]
+    if options.form == "gguf-ready":
+        return [*lines, f"  llama.cpp   python convert_hf_to_gguf.py {out}"]
+    return [*lines, f"  vLLM   vllm serve {out}", f"  qerl   qerl serve {out}"]

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from qerl.cli.arguments import announce_run, expand, parse_options, print_result, wants_help
+from qerl.cli.arguments import announce_run, expand, parse_options, wants_help
+from qerl.cli.result import print_result, take_flag
 from qerl.cli.train import check_early, take_init_adapter
 from qerl.config import (
     AdapterConfig,
@@ -30,7 +31,8 @@ examples:
 
 short options:
   --model MODEL           same as --model.path
-  --init-adapter FOLDER   continue from a PEFT adapter or a run's, with its rank, alpha and target modules"""
+  --init-adapter FOLDER   continue from a PEFT adapter or a run's, with its rank, alpha and target modules
+  --json                  print the result as one line of JSON"""
 _SHORT = {"--model": "--model.path"}
 _LEARN = LearnConfig(learning_rate=2e-4, warmup_ratio=0.03)
 _CHECKPOINT = CheckpointConfig(every=50)
@@ -89,6 +91,7 @@ class SftOptions:
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
         parse_options(SftOptions, arguments, "sft", description=DESCRIPTION)
+    as_json, arguments = take_flag(arguments, "--json")
     adapter, arguments = take_init_adapter(arguments)
     arguments = expand(arguments, _SHORT)
     default = SftOptions() if adapter is None else SftOptions(adapter=adapter)
@@ -100,7 +103,7 @@ def run(arguments: list[str]) -> None:
     check_early(config)
     from qerl.training.sft import fine_tune  # imports torch and transformers, which takes seconds
 
-    print_result(fine_tune(config, max_steps=options.max_steps))
+    print_result(fine_tune(config, max_steps=options.max_steps), as_json=as_json)
 
 
 def run_config(options: SftOptions) -> RunConfig:

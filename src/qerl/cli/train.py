@@ -10,15 +10,17 @@ from qerl.cli.arguments import (
     check_recipe,
     expand,
     parse_options,
-    print_result,
     split_names,
     task_label,
     wants_help,
 )
+from qerl.cli.result import print_result, take_flag
 from qerl.config import AdapterConfig, RunConfig
+from qerl.config.rates import rate_for
 from qerl.config.recipes import METHODS, PAPER, RECIPES, plain
 from qerl.config.task import is_environment_name
 from qerl.errors import UserError, did_you_mean_folder, quantity, require
+from qerl.tasks.rows import check_file
 
 USAGE = """\
 usage: qerl train RECIPE [--FIELD VALUE ...]
@@ -42,6 +44,7 @@ short options:
   --env PACKAGE:NAME      same as --task.name and --agent.function: an environment of verifiers or OpenEnv
   --ray ADDRESS           same as --ray.address
   --init-adapter FOLDER   continue from a PEFT adapter or a run's, with its rank, alpha and target modules
+  --json                  print the result as one line of JSON
 
 Run 'qerl train RECIPE --help' for all fields and the recipe's values."""
 SHORT = {
@@ -57,18 +60,53 @@ def run(arguments: list[str]) -> None:
     if wants_help(arguments):
         print(USAGE.format(paper=_list(PAPER), methods=_list(METHODS)))
         return
+    as_json, arguments = take_flag(arguments, "--json")
     name, default, options = read_recipe(arguments, "train")
     config = parse_options(RunConfig, options, f"train {name}", default)
+    assumed: list[str] = []
+    if name.startswith("--task"):
+        assumed = check_asked(config, options, "train")
+        config, lines = with_rate(config, options)
+        assumed += lines
     model, steps = f"{config.model.path} in {config.model.format}", quantity(config.num_steps, "step")
     reward = "" if config.agent.function else f", reward {' + '.join(config.task.rewards) or 'none'}"
     announce_run(f"train {name}: {model}{reward}, {steps}, {config.out}")
+    for line in assumed:
+        announce_run(line)
     check_early(config)
     if config.agent.function is None:
         from qerl.training.session import train
     else:
         from qerl.serve.agents import train_with_agent as train
 
-    print_result(train(config))
+    print_result(train(config), as_json=as_json)
+
+
+def check_asked(config: RunConfig, options: list[str], command: str) -> list[str]:
+    """Return a line for what is assumed of a run on one's own rows; raise UserError without a reward."""
+    check_file("task.name", config.task.name)
+    set_options = {option.partition("=")[0] for option in options}
+    require(
+        not set_options.isdisjoint({"--task.rewards", "--agent.function"}),
+        f"{command} --task {config.task.name} needs a reward: --reward FILE.py:FUNCTION, or one that compares"
+        f" with the column {config.task.answer_column}: --reward exact, numeric, math or code"
+        " (qerl sft imitates rows without a reward)",
+    )
+    if "--model.path" in set_options:
+        return []
+    return [f"assumed: the built-in model {config.model.path}; --model MODEL takes another one"]
+
+
+def with_rate(config: RunConfig, options: list[str]) -> tuple[RunConfig, list[str]]:
+    """Return the config with the learning rate for the model's size unless the options have one, and a line
+    about it."""
+    set_options = {option.partition("=")[0].replace("_", "-") for option in options}
+    if "--learn.learning-rate" in set_options or (rate_and_size := rate_for(config)) is None:
+        return config, []
+    rate, size = rate_and_size
+    learn = dataclasses.replace(config.learn, learning_rate=rate)
+    line = f"assumed: learn.learning_rate {rate:g}, as LoRA of {size}; --learn.learning-rate sets another one"
+    return dataclasses.replace(config, learn=learn), [line]
 
 
 def check_early(config: RunConfig) -> None:
@@ -86,6 +124,7 @@ def check_early(config: RunConfig) -> None:
         check_agent_file(agent)
     if config.model.calibrate == "none" and not (Path(config.out) / "run.json").exists():
         check_place(config.model.path)  # a run that exists is complete or keeps its own base
+    announce_run("importing torch and transformers")
 
 
 def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[str]]:

@@ -18,13 +18,16 @@ _HEADLINES = (
     ("accuracy", "accuracy", "{:.2f}"),
     ("eval_accuracy", "held-out", "{:.2f}"),
     ("eval_reward", "held-out reward", "{:.3f}"),
+    ("mean_tokens", "length", "{:.0f}"),
+    ("cut_fraction", "cut", "{:.0%}"),
     ("teacher_kl", "teacher kl", "{:.3f}"),
     ("entropy", "entropy", "{:.2f}"),
-    ("mismatch_kl", "kl", "{:.1e}"),
+    ("mismatch_kl", "mismatch", "{:.1e}"),
     ("sigma", "sigma", "{:.2g}"),
     ("tokens_per_s", "tokens/s", "{:.0f}"),
     ("memory_gb", "memory", "{:.1f} GB"),
 )
+_REPEATS = {"accuracy": "reward", "eval_reward": "eval_accuracy"}  # not shown where both are equal
 _BARS = "".join(chr(0x2581 + i) for i in range(8))
 _ASCII_BARS = "_.-=+*%#"
 _RECENT_STEPS = 20
@@ -38,8 +41,9 @@ def is_timing(key: str) -> bool:
 def headline_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield (label, value) of the main metrics that are there, in a fixed order."""
     for key, label, template in _HEADLINES:
-        is_repeated = key == "eval_reward" and metrics.get(key) == metrics.get("eval_accuracy")
-        if key in metrics and not is_repeated:
+        is_repeated = key in _REPEATS and metrics.get(key) == metrics.get(_REPEATS[key])
+        is_off = key == "sigma" and not metrics.get(key)
+        if key in metrics and not is_repeated and not is_off:
             yield label, template.format(metrics[key])
 
 

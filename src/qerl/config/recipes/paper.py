@@ -219,8 +219,8 @@ def code() -> RunConfig:
 
 
 def plain() -> RunConfig:
-    """Train on your own rows and reward with the defaults."""
-    return RunConfig(out="runs/own")
+    """Train on your own rows and reward with the defaults, without noise."""
+    return RunConfig(out="runs/own", noise=NoiseConfig(schedule="none"))
 
 
 PAPER: dict[str, Callable[[], RunConfig]] = {
