@@ -199,12 +199,11 @@ def test_other_hub_ids_are_not_guessed(name):
 
 
 def test_a_margin_of_the_memory_stays_free(capsys):
-    given = "plan", "qwen2.5-7b", "--learn.gradient-checkpointing", "layer", "--gpu-gb"
+    layer = "--learn.gradient-checkpointing", "layer", "--engine.kv-cache-gb", "7"
+    given = "plan", "qwen2.5-7b", *layer, "--gpu-gb"
     command([*given, "24"])
     (peak,) = re.findall(r"peak +([\d.]+) GB", capsys.readouterr().out)
     for gpu_gb, fits in ((float(peak) / 0.95 + 0.02, True), (float(peak) / 0.95 - 0.02, False)):
         with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match=r"^1$"):
-            command(
-                ["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.gradient-checkpointing", "layer"]
-            )
+            command([*given, str(gpu_gb)])
         assert ("does not fit" not in capsys.readouterr().out) == fits

@@ -18,6 +18,7 @@ from 8,192 rows at the 7B shape on an H200, model included, took 41.19 GB with g
 13.19 GB with layer; the plan says 42.4 and 14.2, of which the 0.6 GB of CUDA itself were not measured.
 """
 
+import bisect
 import dataclasses
 import functools
 from typing import Any, Literal
@@ -51,6 +52,7 @@ _CHECKPOINTING_MODES = "none", "layer", "offload"
 MAX_TOKENS = 65_536  # of a micro-batch
 _ENOUGH_WORK = 5e13  # tokens * weights: 0.7 s of an H100
 _EVEN_TOKENS = 16_384
+_CACHE_SHARE = 0.9  # of what is free, as in engine/cache/budget.py
 USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
 
 
@@ -111,6 +113,36 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
         windowed += running * size.window.running_pages(sample_pages)
     wanted = size.bytes_of(Space(pages + 1, windowed + 1, slots))
     return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
+
+
+def with_free_cache(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> RunConfig:
+    """Return the config with the KV cache that a run takes: as large as all samples need, or as what is free
+    (engine/cache/budget.py) if that holds at least a prompt with one sample. gpu_bytes includes the CUDA
+    context."""
+    if config.engine.kv_cache_gb is not None:
+        return config
+    parts = memory_parts(a, config, prompt_tokens)
+    wanted = sum(part.num_bytes for part in parts if part.name == "KV cache")
+    others = sum(part.num_bytes for part in parts if part.when in ("always", "sampling")) - wanted
+    free = _CACHE_SHARE * (USABLE_SHARE * gpu_bytes - others)
+    least = kv_cache_bytes(a, with_fields(config, "engine", max_num_seqs=1), prompt_tokens)
+    if wanted <= free or free < least:
+        return config
+    return with_fields(config, "engine", kv_cache_gb=free / 1e9)
+
+
+def resident_samples(a: Architecture, config: RunConfig, prompt_tokens: int) -> int:
+    """Return how many samples of the maximum length the KV cache of engine.kv_cache_gb holds at once, up to
+    those of a step."""
+    most = min(config.num_prompts * config.num_generations, planned_rows(config))
+    if config.engine.kv_cache_gb is None:
+        return most
+    limit, whole = config.engine.kv_cache_gb * 1e9, with_fields(config, "engine", kv_cache_gb=None)
+
+    def is_too_large(rows: int) -> bool:
+        return kv_cache_bytes(a, with_fields(whole, "engine", max_num_seqs=rows), prompt_tokens) > limit
+
+    return bisect.bisect_left(range(1, most + 1), True, key=is_too_large)
 
 
 def full_rows(config: RunConfig, prompt_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from qerl.config import ModelConfig, RunConfig
@@ -18,8 +18,10 @@ from qerl.learner.plan.memory import (
     memory_parts,
     peak_bytes,
     planned_rows,
+    resident_samples,
     resolve_checkpointing,
     with_fields,
+    with_free_cache,
     with_microbatches,
 )
 from qerl.learner.plan.shapes import read_architecture, read_layout
@@ -88,9 +90,12 @@ def largest_settings(
     )
 
 
-def options_that_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
-    """Return the sets of options with which the run fits and the memory each then takes, smallest sets first.
-    No set contains another."""
+def options_that_fit(
+    a: Architecture, config: RunConfig, lengths: tuple[int, int], gpu_bytes: float, gpu: Gpu | None
+) -> list[str]:
+    """Return the sets of options with which the run fits, with memory, samples at once and time, smallest
+    sets first. No set contains another. lengths: tokens of a prompt and of a sample."""
+    prompt_tokens = lengths[0]
     lines: list[str] = []
     sufficient: list[tuple[Any, ...]] = []
     for options in _OPTION_SETS:
@@ -99,10 +104,11 @@ def options_that_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu
         changed = config
         for part, name, value in options:
             changed = with_fields(changed, part, **{name: value})
-        need = _needed_bytes(a, changed, prompt_tokens, gpu_bytes)
+        resolved = _as_run(a, changed, prompt_tokens, gpu_bytes)
+        need = _needed_bytes(a, resolved, prompt_tokens, gpu_bytes)
         if changed != config and need <= USABLE_SHARE * gpu_bytes:
-            set_to = " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
-            lines.append(f"{set_to:64}{need / 1e9:8.2f} GB")
+            takes = f"{need / 1e9:8.2f} GB, {_rate(gpu, a, resolved, lengths)}"
+            lines.append(f"{_as_options(options):64}{takes}")
             sufficient.append(options)
     return lines
 
@@ -110,12 +116,47 @@ def options_that_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu
 _LAYER = "learn", "gradient_checkpointing", "layer"
 _OFFLOAD = "learn", "gradient_checkpointing", "offload"
 _MICROBATCH, _FP8_CACHE = ("learn", "max_tokens_per_microbatch", 2048), ("engine", "kv_cache_dtype", "fp8")
-_FEW_SEQUENCES = "engine", "max_num_seqs", 32
 _OPTION_SETS = (
-    *((one,) for one in (_LAYER, _OFFLOAD, _MICROBATCH, _FP8_CACHE, _FEW_SEQUENCES)),
-    *((one, other) for one in (_LAYER, _OFFLOAD) for other in (_MICROBATCH, _FP8_CACHE, _FEW_SEQUENCES)),
-    (_OFFLOAD, _MICROBATCH, _FP8_CACHE, _FEW_SEQUENCES),
+    *((one,) for one in (_LAYER, _OFFLOAD, _MICROBATCH, _FP8_CACHE)),
+    *((one, other) for one in (_LAYER, _OFFLOAD) for other in (_MICROBATCH, _FP8_CACHE)),
+    (_OFFLOAD, _MICROBATCH, _FP8_CACHE),
 )
+
+
+def _as_options(options: Iterable[tuple[str, str, Any]]) -> str:
+    return " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
+
+
+def _as_run(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> RunConfig:
+    """Return the config with gradient_checkpointing and the KV cache that a run takes."""
+    resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_bytes)
+    return with_free_cache(a, resolved, prompt_tokens, gpu_bytes)
+
+
+def _rate(gpu: Gpu | None, a: Architecture, config: RunConfig, lengths: tuple[int, int]) -> str:
+    """Return the samples that run at once and, for a known GPU, the hours of 100 steps."""
+    prompt_tokens, mean_tokens = lengths
+    text = f"{quantity(resident_samples(a, config, prompt_tokens), 'sample')} at once"
+    if gpu is None:
+        return text
+    speed = estimate_speed(gpu, a, config, prompt_tokens=prompt_tokens, mean_tokens=mean_tokens)
+    return f"{text}, {100 * speed.step_s / 3600:,.1f} h for 100 steps"
+
+
+def _choices(
+    a: Architecture, config: RunConfig, lengths: tuple[int, int], gpu_bytes: float, gpu: Gpu | None
+) -> list[str]:
+    """Return a line for the run as it is, whose samples do not all fit at once, and for each option with
+    which more of them do."""
+    resolved = _as_run(a, config, lengths[0], gpu_bytes)
+    at_once = resident_samples(a, resolved, lengths[0])
+    lines = [f"  {'as it is':48}{_rate(gpu, a, resolved, lengths)}"]
+    for option in (_FP8_CACHE, _OFFLOAD, ("model", "head_format", "nvfp4"), ("adapter", "rank", 16)):
+        changed = _as_run(a, with_fields(config, option[0], **{option[1]: option[2]}), lengths[0], gpu_bytes)
+        need = peak_bytes(memory_parts(a, changed, lengths[0]))
+        if resident_samples(a, changed, lengths[0]) > at_once and need <= USABLE_SHARE * gpu_bytes:
+            lines.append(f"  {_as_options([option]):48}{_rate(gpu, a, changed, lengths)}")
+    return lines
 
 
 def format_plan(
@@ -137,25 +178,33 @@ def format_plan(
             f"{model} has {a.max_positions} positions, prompt_tokens and sample.max_tokens ask for"
             f" {prompt_tokens + config.sample.max_tokens}"
         )
-    resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_gb * 1e9)
+    lengths = prompt_tokens, mean_tokens or config.sample.max_tokens
+    resolved = _as_run(a, config, prompt_tokens, gpu_gb * 1e9)
+    is_limited = resolved.engine.kv_cache_gb != config.engine.kv_cache_gb
     as_run = with_microbatches(a, resolved, prompt_tokens, gpu_gb * 1e9)
     parts = memory_parts(a, resolved, prompt_tokens)
     before = _before_training(a, config, prompt_tokens)
     peak = max(peak_bytes(parts), *before.values())
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
-    if fits:
+    if fits and is_limited:
+        num_samples = config.num_prompts * config.num_generations
+        advice = [
+            f"the KV cache takes what is free, for {resident_samples(a, resolved, prompt_tokens)} of"
+            f" {num_samples} samples of the maximum length at once; the others wait for their turn",
+            *_choices(a, config, lengths, gpu_gb * 1e9, gpu),
+        ]
+    elif fits:
         advice = _what_fits(a, config, as_run, prompt_tokens, gpu_gb * 1e9)
-    elif options := options_that_fit(a, config, prompt_tokens, gpu_gb * 1e9):
+    elif options := options_that_fit(a, config, lengths, gpu_gb * 1e9, gpu):
         advice = ["it fits with", *(f"  {line}" for line in options)]
     else:
-        advice = [
-            "does not fit even with offload, small micro-batches, an FP8 KV cache and 32 samples at once"
-        ]
+        advice = ["does not fit even with offload, small micro-batches and an FP8 KV cache"]
     lines = [
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
     ]
     lines += [f"{name:36}{size / 1e9:8.2f} GB   before training" for name, size in before.items() if size]
-    auto = " (auto)" if resolved != config else ""
+    is_auto = resolved.learn.gradient_checkpointing != config.learn.gradient_checkpointing
+    auto = " (auto)" if is_auto else ""
     trained = f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "full weights trained"
     if config.adapter.experts != "none":
         trained += f", experts of rank {config.adapter.expert_rank}"

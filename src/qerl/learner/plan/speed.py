@@ -131,6 +131,9 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
+    """Return the GPU of this name, in the table's spelling or CUDA's; raise UserError if it is unknown."""
+    if name not in GPUS and name.strip() and (gpu := gpu_of_cuda_name(name)) is not None:
+        return gpu
     if name not in GPUS:
         hint = did_you_mean(name, GPUS) or f"; known: {', '.join(GPUS)}"
         raise UserError(f"--gpu: unknown GPU {name!r}; for one that is not listed give --gpu-gb GB{hint}")
