@@ -13,6 +13,7 @@ from typing import Annotated, Any, TextIO, TypeVar, get_args, get_origin, get_ty
 
 import tyro
 
+from qerl.cli.foreign_options import foreign_hint
 from qerl.config.task import ROW_FILES
 from qerl.errors import UserError, did_you_mean, redact, require
 
@@ -42,7 +43,10 @@ def parse_options(
             options = tyro.cli(kind, **defaults, args=arguments, prog=prog, description=description)
     except SystemExit as stop:
         if stop.code == 2:
-            raise UserError(_one_line(said.getvalue())) from None
+            text = _one_line(said.getvalue())
+            if "invalid choice 'gguf'" in text:
+                text += "; --as gguf-ready writes what llama.cpp's convert_hf_to_gguf.py reads"
+            raise UserError(text) from None
         raise
     sys.stderr.write(said.getvalue())
     return options
@@ -149,7 +153,9 @@ def check_options(kind: type, arguments: Iterable[str]) -> None:
             positive = f"{section}.{last}" if section else option.replace("--no-", "--", 1)
             if option not in known and positive not in known:
                 nearest = nearest_options(option, sorted(known))
-                hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "; --help lists them"
+                hint = foreign_hint(option, known) or (
+                    f"; did you mean {' or '.join(nearest)}?" if nearest else "; --help lists them"
+                )
                 raise UserError(f"unknown option {option}{hint}")
 
 
