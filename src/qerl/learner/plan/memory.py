@@ -125,8 +125,8 @@ def with_free_cache(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_
     wanted = sum(part.num_bytes for part in parts if part.name == "KV cache")
     others = sum(part.num_bytes for part in parts if part.when in ("always", "sampling")) - wanted
     free = _CACHE_SHARE * (USABLE_SHARE * gpu_bytes - others)
-    least = kv_cache_bytes(a, with_fields(config, "engine", max_num_seqs=1), prompt_tokens)
-    if wanted <= free or free < least:
+    minimum = kv_cache_bytes(a, with_fields(config, "engine", max_num_seqs=1), prompt_tokens)
+    if wanted <= free or free < minimum:
         return config
     return with_fields(config, "engine", kv_cache_gb=free / 1e9)
 
@@ -134,15 +134,15 @@ def with_free_cache(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_
 def resident_samples(a: Architecture, config: RunConfig, prompt_tokens: int) -> int:
     """Return how many samples of the maximum length the KV cache of engine.kv_cache_gb holds at once, up to
     those of a step."""
-    most = min(config.num_prompts * config.num_generations, planned_rows(config))
+    num_samples = min(config.num_prompts * config.num_generations, planned_rows(config))
     if config.engine.kv_cache_gb is None:
-        return most
+        return num_samples
     limit, whole = config.engine.kv_cache_gb * 1e9, with_fields(config, "engine", kv_cache_gb=None)
 
     def is_too_large(rows: int) -> bool:
         return kv_cache_bytes(a, with_fields(whole, "engine", max_num_seqs=rows), prompt_tokens) > limit
 
-    return bisect.bisect_left(range(1, most + 1), True, key=is_too_large)
+    return bisect.bisect_left(range(1, num_samples + 1), True, key=is_too_large)
 
 
 def full_rows(config: RunConfig, prompt_tokens: int) -> int:
