@@ -180,25 +180,12 @@ def format_plan(
         )
     lengths = prompt_tokens, mean_tokens or config.sample.max_tokens
     resolved = _as_run(a, config, prompt_tokens, gpu_gb * 1e9)
-    is_limited = resolved.engine.kv_cache_gb != config.engine.kv_cache_gb
     as_run = with_microbatches(a, resolved, prompt_tokens, gpu_gb * 1e9)
     parts = memory_parts(a, resolved, prompt_tokens)
     before = _before_training(a, config, prompt_tokens)
     peak = max(peak_bytes(parts), *before.values())
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
-    if fits and is_limited:
-        num_samples = config.num_prompts * config.num_generations
-        advice = [
-            f"the KV cache takes what is free, for {resident_samples(a, resolved, prompt_tokens)} of"
-            f" {num_samples} samples of the maximum length at once; the others wait for their turn",
-            *_choices(a, config, lengths, gpu_gb * 1e9, gpu),
-        ]
-    elif fits:
-        advice = _what_fits(a, config, as_run, prompt_tokens, gpu_gb * 1e9)
-    elif options := options_that_fit(a, config, lengths, gpu_gb * 1e9, gpu):
-        advice = ["it fits with", *(f"  {line}" for line in options)]
-    else:
-        advice = ["does not fit even with offload, small micro-batches and an FP8 KV cache"]
+    advice = _advice(a, config, lengths, gpu_gb * 1e9, gpu, fits=fits)
     lines = [
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
     ]
@@ -224,6 +211,33 @@ def format_plan(
         ]
     )
     return text, fits
+
+
+def _advice(
+    a: Architecture,
+    config: RunConfig,
+    lengths: tuple[int, int],
+    gpu_bytes: float,
+    gpu: Gpu | None,
+    *,
+    fits: bool,
+) -> list[str]:
+    """Return what fits, how many samples run at once, or the options that make the run fit."""
+    prompt_tokens, _ = lengths
+    resolved = _as_run(a, config, prompt_tokens, gpu_bytes)
+    if not fits:
+        if options := options_that_fit(a, config, lengths, gpu_bytes, gpu):
+            return ["it fits with", *(f"  {line}" for line in options)]
+        return ["does not fit even with offload, small micro-batches and an FP8 KV cache"]
+    if resolved.engine.kv_cache_gb == config.engine.kv_cache_gb:
+        as_run = with_microbatches(a, resolved, prompt_tokens, gpu_bytes)
+        return _what_fits(a, config, as_run, prompt_tokens, gpu_bytes)
+    return [
+        f"the KV cache takes what is free, for {resident_samples(a, resolved, prompt_tokens)} of"
+        f" {config.num_prompts * config.num_generations} samples of the maximum length at once;"
+        " the others wait for their turn",
+        *_choices(a, config, lengths, gpu_bytes, gpu),
+    ]
 
 
 def _what_fits(
