@@ -109,7 +109,7 @@ def measure(device: torch.device, compute: torch.dtype, rows: int) -> Rates:
 
 
 def _running(config: RunConfig) -> int:
-    return min(config.evaluate.num_prompts, config.engine.max_num_seqs)
+    return min(config.evaluate.num_prompts, config.engine.max_rows(has_kernels=True))
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
