@@ -21,6 +21,7 @@ from qerl.config import RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import UserError
 from qerl.eval.benchmark import majority_reward
+from qerl.models.device import resolve_device
 from qerl.tasks import RewardPool, VotePool
 from qerl.training.policy import load_task, load_trained_sampler
 from qerl.training.rollouts.evaluation import (
@@ -60,6 +61,7 @@ def test_figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float
     if config.model.calibrate != "none" and checkpoints is not None:
         config = with_stored_base(config, checkpoints.parent)
     config = with_fields(config, {"noise.schedule": "none", "task.num_held_out": 10**6})
+    config = dataclasses.replace(config, model=resolve_device(config.model))
     tokenizer, task = load_task(config)
     prompts, sampling = task.held_out(None), sampling_of(config)
     begin = time.perf_counter()

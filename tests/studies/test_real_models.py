@@ -19,8 +19,6 @@ TINY = {
     "num_steps": 1,
     "num_prompts": 2,
     "num_generations": 2,
-    "model.dtype": "fp32",
-    "model.device": "cpu",
     "adapter.rank": 4,
     "task.num_held_out": 4,
     "task.reward_workers": 1,
