@@ -64,8 +64,8 @@ def quantization_error(
         return layer(h_TD, context, layer_index, attend)
 
     hidden_TD = run_sequences(decoder, [probe.tokens_T for probe in probes], run_both)
-    rows = _compared_rows(probes).to(hidden_TD.device)
-    kl, agreement = _compare(decoder, decoder.norm(exact_TD)[rows], hidden_TD[rows])
+    rows = compared_rows(probes).to(hidden_TD.device)
+    kl, agreement = compare_hidden(decoder, decoder.norm(exact_TD)[rows], hidden_TD[rows])
     weight_error = (squares_2[0] / squares_2[1]).sqrt().item()
     return QuantizationError(kl=kl, agreement=agreement, num_tokens=len(rows), weight_error=weight_error)
 
@@ -104,7 +104,8 @@ def _float_layer(decoder: Decoder, checkpoint: Checkpoint, index: int) -> Layer:
     return layer
 
 
-def _compared_rows(probes: Sequence[Probe]) -> Tensor:
+def compared_rows(probes: Sequence[Probe]) -> Tensor:
+    """Return the indices of the compared rows of the concatenated probes."""
     rows, first = [], 0
     for probe in probes:
         rows += range(first + probe.start, first + len(probe.tokens_T))
@@ -112,8 +113,8 @@ def _compared_rows(probes: Sequence[Probe]) -> Tensor:
     return torch.tensor(rows)
 
 
-def _compare(decoder: Decoder, exact_TD: Tensor, hidden_TD: Tensor) -> tuple[float, float]:
-    """Return KL and agreement."""
+def compare_hidden(decoder: Decoder, exact_TD: Tensor, hidden_TD: Tensor) -> tuple[float, float]:
+    """Return KL in nats a token, and agreement, of hidden states to the exact ones."""
     kl, num_agreeing, num_tokens = 0.0, 0, len(exact_TD)
     for exact, hidden in zip(exact_TD.split(_LOGIT_ROWS), hidden_TD.split(_LOGIT_ROWS), strict=True):
         p_TV, q_TV = decoder.logits(exact).log_softmax(-1), decoder.logits(hidden).log_softmax(-1)
