@@ -48,7 +48,11 @@ def test_a_group_s_kl_is_that_of_a_float64_model_with_it_alone_rounded(tmp_path,
     save_tiny(tmp_path, family, dtype=torch.bfloat16)
     checkpoint = locate(str(tmp_path)).open()
     decoder, probe = decoder_of(checkpoint, "bf16", resident), Probe(tokens_T=TOKENS.tolist(), start=0)
-    results = sensitivities(decoder, checkpoint, [probe], "nvfp4", default_scales)
+    calls = list[tuple[int, int, str]]()
+    results = sensitivities(
+        decoder, checkpoint, [probe], "nvfp4", default_scales, lambda *call: calls.append(call)
+    )
+    assert calls == [(1, 2, "layers"), (2, 2, "layers")]
     rounded = {
         name: x.weight for name, x in decoder_of(checkpoint, "nvfp4").linears() if x.weight is not None
     }

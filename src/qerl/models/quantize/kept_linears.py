@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.errors import UserError, did_you_mean
@@ -27,7 +28,9 @@ from qerl.models.checkpoint.source import Checkpoint
 from qerl.models.checkpoint.state_dict import linear_groups
 from qerl.models.decoder import Attend, Decoder, Layer, RowContext
 from qerl.models.quantize.awq import run_sequences
-from qerl.models.quantize.quantization_error import Probe, compare_hidden, compared_rows
+from qerl.models.quantize.quantization_error import Probe, compared_rows
+from qerl.tracking.progress import ignore
+from qerl.types import Report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +69,19 @@ def named_linears(architecture: Architecture, values: Sequence[str]) -> tuple[st
 
 @torch.no_grad()
 def sensitivities(
-    decoder: Decoder, checkpoint: Checkpoint, probes: Sequence[Probe], format: str, scales: SelectScales
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    probes: Sequence[Probe],
+    format: str,
+    scales: SelectScales,
+    report: Report = ignore,
 ) -> list[GroupSensitivity]:
-    """Measure each group on the probes. decoder: in BF16, from the same checkpoint; it is left as it was."""
+    """Measure each group on the probes. decoder: in BF16, from the same checkpoint; it is left as it was.
+    report: gets the number of measured layers."""
     groups = iter(linear_groups(decoder.architecture))
     sequences, rows = [probe.tokens_T for probe in probes], compared_rows(probes).to(decoder.device)
-    exact_TD, results = run_sequences(decoder, sequences)[rows], list[GroupSensitivity]()
+    exact_TV = decoder.logits(run_sequences(decoder, sequences)[rows]).log_softmax(-1)
+    results = list[GroupSensitivity]()
 
     def run_rest(h_TD: Tensor, context: RowContext, first: int, attend: Attend) -> Tensor:
         for index in range(first, len(decoder.layers)):
@@ -87,7 +97,8 @@ def sensitivities(
                 linear.load_weight(encoded[name])
                 packed_bytes += encoded[name].num_bytes
                 bf16_bytes += int(BF16.bytes_per_weight * math.prod(encoded[name].shape))
-            kl, _ = compare_hidden(decoder, exact_TD, run_rest(h_TD.clone(), context, index, attend))
+            logprobs_TV = decoder.logits(run_rest(h_TD.clone(), context, index, attend)).log_softmax(-1)
+            kl = F.kl_div(logprobs_TV, exact_TV, log_target=True, reduction="batchmean").clamp(min=0).item()
             extra = bf16_bytes - packed_bytes
             results.append(GroupSensitivity(names=names, kl=kl, packed_bytes=packed_bytes, extra_bytes=extra))
             for linear, weight in zip(linears, exact, strict=True):
@@ -95,6 +106,7 @@ def sensitivities(
                 linear.load_weight(weight)
                 if is_resident:
                     linear.make_resident()
+        report(index + 1, len(decoder.layers), "layers")
         return layer(h_TD, context, index, attend)
 
     run_sequences(decoder, sequences, run_variants)

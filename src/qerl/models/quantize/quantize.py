@@ -8,6 +8,7 @@ import sys
 from functools import partial
 
 import torch
+from rich.console import Console
 
 from qerl.config import ModelConfig
 from qerl.config.options import QuantizeOptions
@@ -34,6 +35,7 @@ from qerl.models.quantize.kept_linears import (
     within_budget,
 )
 from qerl.models.quantize.quantization_check import TEXT, check_quantization, prompt_probes
+from qerl.tracking.progress import work
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -72,7 +74,8 @@ def _bf16_linears(options: QuantizeOptions, scales: SelectScales) -> tuple[str, 
         return named_linears(architecture, options.keep_bf16)
     probes = prompt_probes([list(load_tokenizer(options.model)(TEXT)["input_ids"])])
     decoder = _load(checkpoint, resolve_device(ModelConfig(format="bf16")))
-    groups = sensitivities(decoder, checkpoint, probes, options.format, scales)
+    with work(Console(stderr=True), "measuring what rounding each linear costs") as report:
+        groups = sensitivities(decoder, checkpoint, probes, options.format, scales, report)
     chosen = within_budget(groups, share)
     print(describe(chosen, groups), file=sys.stderr)
     return tuple(name for group in chosen for name in group.names)
