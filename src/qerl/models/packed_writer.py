@@ -1,7 +1,7 @@
 """Write 4-bit checkpoints in the layout of compressed-tensors, or as gpt-oss is published.
 
 write_quantized    quantizes a float checkpoint, tensor by tensor
-write_packed       writes a decoder whose linears are in NVFP4 or MXFP4
+write_packed       writes a decoder whose linears are in NVFP4 or MXFP4, but for those that stay in BF16
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,7 +30,12 @@ from qerl.models.checkpoint.state_dict import (
     tensor_shapes,
     unquantized_linears,
 )
-from qerl.models.checkpoint.stored_names import is_shifted_norm, language_config, stored_tensors
+from qerl.models.checkpoint.stored_names import (
+    is_shifted_norm,
+    language_config,
+    stored_linears,
+    stored_tensors,
+)
 from qerl.models.decoder import Decoder
 from qerl.models.expert_writing import as_written, blocks_config, expert_tensors, stack_tensors
 from qerl.models.hf_writer import (
@@ -119,7 +124,8 @@ def write_packed(
         tensors = _packed_tensors(decoder, written, WRITTEN[format])
         write_shards(folder, stored_tensors(decoder.architecture, tensors, torch.bfloat16))
         config = with_dtype(language_config(source.open().config), torch.bfloat16)
-        _write_config(folder, config, written, WRITTEN[format])
+        bf16_linears = [f"model.{name}" for name in written.bf16_linears]
+        _write_config(folder, config, written, WRITTEN[format], bf16_linears)
         write_tokenizer(folder, source)
         for name, note in notes.items():
             write_json(folder / name, note)
@@ -160,7 +166,7 @@ def _write_config(
         config = blocks_config(config)
     else:
         ignored = [HEAD.removesuffix(".weight")] + ["re:.*mlp[.]gate$"] * (written.mixture is not None)
-        ignored += sorted(bf16_linears)
+        ignored += stored_linears(written, bf16_linears)
         config |= {"quantization_config": layout.config(ignored)}
     write_json(folder / "config.json", config)
 

@@ -4,10 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.checkpoints import save_tiny
+from models.checkpoints import save_tiny, store_in_bf16
+from models.family_rows import oracle
 from qerl.config.options import QuantizeOptions
+from qerl.cost.weights import embedding_bytes, linear_weights, weight_bytes
 from qerl.errors import UserError
 from qerl.formats import BF16, NVFP4
+from qerl.learner.plan.shapes import read_architecture
 from qerl.models.checkpoint.encoding import default_scales
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import architecture_of, linear_groups
@@ -133,3 +136,32 @@ def test_kept_linears_are_written_in_bf16_and_read_by_transformers(tmp_path):
         assert torch.equal(ours, exact if is_kept else plain.decode())
         their_weight = theirs.get_submodule(f"model.{name}").weight.float()
         torch.testing.assert_close(their_weight, ours, rtol=0 if is_kept else 2**-7, atol=0)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+def test_the_plan_counts_the_bytes_of_linears_in_bf16(tmp_path, format):
+    """Also where one linear of a group alone is in BF16; tiles have a factor for each output besides."""
+    save_tiny(tmp_path / "float", dtype=torch.bfloat16)
+    write_quantized(str(tmp_path / "float"), tmp_path / "mixed")
+    in_bf16 = ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.v_proj"]
+    store_in_bf16(tmp_path / "mixed", tmp_path / "float", in_bf16)
+    decoder = decoder_of(locate(str(tmp_path / "mixed")).open(), format, resident=False)
+    architecture = read_architecture(str(tmp_path / "mixed"))
+    planned = weight_bytes(architecture, format) + embedding_bytes(architecture, element_bytes=4)
+    packed = [x for name, x in decoder.linears() if f"model.{name}" not in in_bf16] * (format == "nvfp4")
+    assert planned - decoder.num_bytes == sum(4 * x.out_width - 4 for x in packed)
+    weights = sum(x.out_width * x.in_width for _, x in decoder.linears())
+    plain = sum(x.out_width * x.in_width for name, x in decoder.linears() if f"model.{name}" in in_bf16)
+    assert linear_weights(architecture) == (weights - plain, plain)
+
+
+def test_ignore_has_the_names_of_the_checkpoint_s_class(tmp_path):
+    model = oracle("Phi3")
+    model.save_pretrained(tmp_path / "float")
+    kept = named_linears(architecture_of(locate(str(tmp_path / "float")).open()), ["0.self_attn.k_proj"])
+    write_quantized(str(tmp_path / "float"), tmp_path / "mixed", bf16_linears=kept)
+    checkpoint = locate(str(tmp_path / "mixed")).open()
+    qkv = "model.layers.0.self_attn.qkv_proj"
+    assert checkpoint.config["quantization_config"]["ignore"] == ["lm_head", qkv]
+    assert qkv in dict(model.named_modules())
+    assert architecture_of(checkpoint).bf16_linears == {name.removeprefix("model.") for name in kept}
