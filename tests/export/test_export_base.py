@@ -3,16 +3,20 @@
 import dataclasses
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from export.test_export import ADAPTER, exported, logits_of, qerl, run_of, theirs
-from models.checkpoints import tiny, write_gguf
+from conftest import rms_error
+from export.test_export import ADAPTER, exported, logits_of, qerl, run_of, save_model, theirs
+from models.checkpoints import store_in_bf16, tiny, write_gguf
 from qerl.models.packed_writer import write_quantized
+from qerl.models.peft.adapter import merged_weight
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
@@ -48,6 +52,40 @@ def test_the_base_of_a_run_is_what_qerl_quantize_writes(tmp_path, format):
     base = exported(tmp_path, config, "base")
     for name in ("model.safetensors", "tokenizer.json"):
         assert (base / name).read_bytes() == (tmp_path / "quantized" / name).read_bytes(), name
+
+
+IN_BF16 = [f"model.layers.0.self_attn.{x}_proj" for x in "qkv"]
+IN_BF16 += ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.v_proj"]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_linears_that_a_checkpoint_has_in_bf16_stay_so_in_exports_of_its_runs(tmp_path, format):
+    def save(folder, family):
+        packed = tmp_path / "packed"
+        save_model(tmp_path / "float", family)
+        write_quantized(str(tmp_path / "float"), packed, format=format)
+        store_in_bf16(packed, tmp_path / "float", IN_BF16)
+        for name in ("model.safetensors", "config.json"):
+            shutil.copyfile(packed / name, folder / name)
+
+    _, config, decoder = run_of(tmp_path, format=format, save=save)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    base = load_file(exported(tmp_path, config, "base") / "model.safetensors")
+    assert base.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(base[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+    merged = AutoModelForCausalLM.from_pretrained(
+        exported(tmp_path, config, "merged", dtype="fp32"), dtype=torch.float32
+    )
+    assert rms_error(theirs(merged), logits_of(decoder)) < 1e-5
+    four_bit = load_file(exported(tmp_path, config, format) / "model.safetensors")
+    linears = dict(decoder.linears())
+    for name in IN_BF16:
+        weight = merged_weight(linears[name.removeprefix("model.")]).bfloat16()
+        assert torch.equal(four_bit[f"{name}.weight"], weight)
+    for folder in ("base", format):
+        written = json.loads((tmp_path / folder / "config.json").read_text())["quantization_config"]
+        assert sorted(written["ignore"]) == sorted(["lm_head", *IN_BF16])
 
 
 @pytest.mark.parametrize("layers", [None, (1,)])

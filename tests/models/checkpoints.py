@@ -3,10 +3,12 @@
 The permutation of q and k is written here as llama.cpp's converter applies it, so the reader has to undo it.
 """
 
+import json
 from pathlib import Path
 
 import gguf
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -59,6 +61,18 @@ def save_tiny(folder, family="llama", **changes):
     model = tiny(family, **changes)
     model.save_pretrained(folder)
     return model
+
+
+def store_in_bf16(folder, source, linears):
+    """Store these linears of a quantized checkpoint in BF16, with the weights of `source`."""
+    tensors, exact = load_file(folder / "model.safetensors"), load_file(source / "model.safetensors")
+    for name in linears:
+        tensors = {key: x for key, x in tensors.items() if not key.startswith(f"{name}.weight")}
+        tensors[f"{name}.weight"] = exact[f"{name}.weight"].bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] += linears
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def ggml_name(name):

@@ -6,6 +6,7 @@ Graph = eager: tests/engine/decode/test_decode_kernels.py. With the GPU's kernel
 tests/parity/test_exact_hopper.py.
 """
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +24,7 @@ from qerl.engine.decode.teacher_forcing import TeacherForcing
 from qerl.engine.prefill.chunk import PrefillChunk
 from qerl.engine.prefill.prefill import Prefill
 from qerl.errors import UserError
-from qerl.formats import FORMATS
+from qerl.formats import FORMATS, NVFP4
 from qerl.learner import Learner
 from qerl.models.peft.adapter import adapter_tensors, add_adapter, publish
 from qerl.types import Sampling
@@ -42,6 +43,16 @@ def policy(compute=torch.float32, family="Llama"):
             if "lora_B" in name:
                 master.normal_(0, 0.1, generator=rng)
     publish(decoder)
+    return decoder
+
+
+def in_two_formats(compute):
+    """The policy in NVFP4, but for a group, one linear of a group, and a linear alone in BF16."""
+    decoder = policy(compute)
+    in_bf16 = re.compile(r"layers.0.self_attn.[qkv]_proj|layers.1.self_attn.v_proj|layers.2.mlp.down_proj")
+    for name, linear in decoder.linears():
+        if not in_bf16.fullmatch(name):
+            linear.load_weight(NVFP4.encode(linear.weight.decode()))
     return decoder
 
 
@@ -149,8 +160,18 @@ def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode(compute):
 
 
 @COMPUTES
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"exact": True}], ids=str)
-def test_engine_and_learner_differ_by_the_rounding_of_their_dtype(settings, compute):
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ({}, policy),
+        ({"max_num_batched_tokens": 7}, policy),
+        ({"exact": True}, policy),
+        ({}, in_two_formats),
+        ({"exact": True}, in_two_formats),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_engine_and_learner_differ_by_the_rounding_of_their_dtype(settings, policy, compute):
     """In bf16 the engine errs from the same weights in fp32 as much as the learner's packed forward does.
 
     Measured ratio of both rms errors: 1.00 without exact mode, 0.87 to 1.07 with it. With it single logprobs

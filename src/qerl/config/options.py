@@ -75,6 +75,11 @@ class QuantizeOptions:
     """awq: first scale up the channels with large inputs and scale down the preceding norm or linear. gptq:
     choose the NVFP4 codes that change each layer's outputs least. Both need --data."""
 
+    keep_bf16: tuple[str, ...] = ()
+    """Linears that stay in BF16, with those that read the same input: names such as down_proj or
+    layers.0.mlp.down_proj, or one budget such as 3%: those whose rounding costs most KL a byte, until the
+    checkpoint's linears are this much larger."""
+
     data: Path | None = None
     """UTF-8 text file for calibration; for gptq also the samples.jsonl of a run, which keeps what the run
     learned."""
@@ -95,6 +100,8 @@ class QuantizeOptions:
             require(acts, f"quantize: --{name.replace('_', '-')} needs --calibrate awq or gptq")
         if self.calibrate == "gptq" and self.format != "nvfp4":
             raise UserError("quantize: --calibrate gptq needs --format nvfp4")
+        acts = not self.keep_bf16 or self.calibrate == "none"
+        require(acts, f"quantize: --keep-bf16 needs --calibrate none, got {self.calibrate}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

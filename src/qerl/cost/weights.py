@@ -18,7 +18,14 @@ import math
 from qerl.config import AdapterConfig
 from qerl.formats import FORMATS
 from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import ExpertSpec, LinearGroupSpec, adapter_targets, counted_specs, layer_specs
+from qerl.models.layer_spec import (
+    ExpertSpec,
+    LinearGroupSpec,
+    LinearSpec,
+    adapter_targets,
+    counted_specs,
+    layer_specs,
+)
 from qerl.models.lm_head import packed_width
 
 PASSES = {"none": 2, "layer": 3, "offload": 3}
@@ -39,9 +46,9 @@ def counted_stacks(a: Architecture) -> list[tuple[ExpertSpec, int]]:
 
 def linear_weights(a: Architecture) -> tuple[int, int]:
     """Return the number of weights of all linears but experts: (in model.format, those that stay in BF16)."""
-    groups = counted_groups(a)
-    quantized = sum(count * group.num_weights for group, count in groups if group.is_quantized)
-    return quantized, sum(count * group.num_weights for group, count in groups) - quantized
+    linears = [(x, count) for group, count in counted_groups(a) for x in group.linears]
+    quantized = sum(count * x.num_weights for x, count in linears if x.is_quantized)
+    return quantized, sum(count * x.num_weights for x, count in linears) - quantized
 
 
 def expert_weights(a: Architecture) -> int:
@@ -71,15 +78,15 @@ def weight_bytes(a: Architecture, format: str) -> float:
     """Return the bytes of the packed linears, their biases, one factor for each output, of routers in BF16
     and of experts. In tiles for the formats that have them."""
     experts = sum(count * stack_bytes(x, format) for x, count in counted_stacks(a))
-    return experts + sum(count * _group_bytes(x, format) for x, count in counted_groups(a))
+    linears = ((x, count) for group, count in counted_groups(a) for x in group.linears)
+    return experts + sum(count * _linear_bytes(x, format) for x, count in linears)
 
 
-def _group_bytes(group: LinearGroupSpec, format: str) -> float:
-    format = format if group.is_quantized else "bf16"
+def _linear_bytes(x: LinearSpec, format: str) -> float:
+    format = format if x.is_quantized else "bf16"
     bytes_per_weight = _TILE_BYTES if format in ("mxfp4", "nf4") else FORMATS[format].bytes_per_weight
-    biased = sum(linear.out_width for linear in group.linears if linear.has_bias)
-    biases = (4 if group.name == "router" else 2) * biased
-    return group.num_weights * bytes_per_weight + 4 * (format != "bf16") * group.out_width + biases
+    bias = (4 if x.short_name == "router" else 2) * x.out_width * x.has_bias
+    return x.num_weights * bytes_per_weight + 4 * (format != "bf16") * x.out_width + bias
 
 
 def stack_bytes(x: ExpertSpec, format: str) -> float:

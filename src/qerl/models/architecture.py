@@ -188,6 +188,9 @@ class Architecture:
     """Linears of q | k | v, z, b and a; or two, whose rows are those of one key head after the other."""
     stored_linears: tuple[StoredLinear, ...] = ()
     """The layer's linears that the checkpoint stores in another way."""
+    bf16_linears: frozenset[str] = frozenset()
+    """Linears that a quantized checkpoint stores in full precision, by the decoder's names: they stay in
+    BF16, whatever model.format is."""
     part_of: str | None = None
     """The multimodal class of the checkpoint whose language part this is."""
 

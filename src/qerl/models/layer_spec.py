@@ -21,7 +21,7 @@ memory plan, the engine and the benchmarks take a layer's geometry from here.
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from qerl.config import AdapterConfig
@@ -37,6 +37,8 @@ class LinearSpec:
     in_width: int
     out_width: int
     has_bias: bool
+    is_quantized: bool = True
+    """False: the weight stays in BF16, whatever model.format is."""
 
     @property
     def short_name(self) -> str:
@@ -57,8 +59,11 @@ class LinearGroupSpec:
     input_from: str | None
     """Module that makes the input: multiplying its output rows by s multiplies the input's channels by s.
     None: there is no such module, or the residual stream itself is read."""
-    is_quantized: bool = True
-    """False: the weights stay in BF16, whatever model.format is."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """False if all of its weights stay in BF16."""
+        return any(linear.is_quantized for linear in self.linears)
 
     @property
     def in_width(self) -> int:
@@ -125,16 +130,24 @@ class LayerSpec:
 
 def layer_specs(a: Architecture) -> list[LayerSpec]:
     """Return the geometry of each layer."""
-    kinds = a.kinds
-    specs = {kind: layer_spec(a, kind) for kind in dict.fromkeys(kinds)}
-    return [specs[kind] for kind in kinds]
+    forms = _forms(a)
+    specs = {form: layer_spec(a, *form) for form in dict.fromkeys(forms)}
+    return [specs[form] for form in forms]
 
 
 @functools.lru_cache(maxsize=4)
 def counted_specs(a: Architecture) -> tuple[tuple[LayerSpec, int], ...]:
     """Return the geometry of each kind of layer, with the number of layers of this kind."""
-    counts = Counter(a.layer_kinds) or {LayerKind(): a.num_layers}
-    return tuple((layer_spec(a, kind), count) for kind, count in counts.items())
+    return tuple((layer_spec(a, *form), count) for form, count in Counter(_forms(a)).items())
+
+
+def _forms(a: Architecture) -> list[tuple[LayerKind, frozenset[str]]]:
+    """Return each layer's kind, with the names in the layer of linears in Architecture.bf16_linears."""
+    names: list[set[str]] = [set() for _ in a.kinds]
+    for name in a.bf16_linears:
+        _, layer, linear = name.split(".", 2)
+        names[int(layer)].add(linear)
+    return list(zip(a.kinds, map(frozenset, names), strict=True))
 
 
 def kinds_of_linears(a: Architecture) -> tuple[LinearSpec, ...]:
@@ -159,18 +172,22 @@ def check_dense(a: Architecture, what: str) -> None:
         raise UserError(f"{what} does not support a mixture of experts, which {a.family} is")
 
 
-def layer_spec(a: Architecture, kind: LayerKind | None = None) -> LayerSpec:
-    """Return the geometry of the layers of this kind; None: of the first layer."""
+def layer_spec(
+    a: Architecture, kind: LayerKind | None = None, bf16_linears: Collection[str] = ()
+) -> LayerSpec:
+    """Return the geometry of the layers of this kind; None: of the first layer. bf16_linears: names in the
+    layer of linears that stay in BF16."""
     kind = a.kind(0) if kind is None else kind
     qkv, o, norm_widths, other_shapes = _MIXERS[kind.mixer](a, kind)
     mlp, experts = _MLPS[kind.mlp](a)
     if a.mixture is not None and a.mixture.stored == "blocks":
-        qkv, o = (dataclasses.replace(group, is_quantized=False) for group in (qkv, o))
+        bf16_linears = {*bf16_linears, *(linear.name for group in (qkv, o) for linear in group.linears)}
+    qkv, o, *mlp = (_with_bf16(group, bf16_linears) for group in (qkv, o, *mlp))
     return LayerSpec(
         kind=kind,
         qkv=qkv,
         o=o,
-        mlp=mlp,
+        mlp=tuple(mlp),
         experts=experts,
         norm_widths=dict.fromkeys(a.norms.names, a.width) | norm_widths,
         other_shapes=other_shapes | ({"layer_scalar": (1,)} if a.layer_scalar else {}),
@@ -185,6 +202,15 @@ def _group(
         for short, out_width in out_widths.items()
     )
     return LinearGroupSpec(name=name, linears=linears, input_from=input_from)
+
+
+def _with_bf16(group: LinearGroupSpec, names: Collection[str]) -> LinearGroupSpec:
+    """Return the group with the linears of these names in BF16."""
+    linears = (
+        dataclasses.replace(linear, is_quantized=False) if linear.name in names else linear
+        for linear in group.linears
+    )
+    return dataclasses.replace(group, linears=tuple(linears))
 
 
 def _dense(a: Architecture) -> tuple[tuple[LinearGroupSpec, ...], tuple[ExpertSpec, ...]]:
@@ -208,7 +234,7 @@ def _experts(a: Architecture) -> tuple[tuple[LinearGroupSpec, ...], tuple[Expert
         ExpertSpec(name=f"mlp.experts.{name}", in_width=k, out_width=n, **shared)
         for name, (k, n) in widths.items()
     )
-    return (dataclasses.replace(router, is_quantized=False),), tuple(stacks)
+    return (_with_bf16(router, ["mlp.router"]),), tuple(stacks)
 
 
 _MLPS = {"dense": _dense, "experts": _experts}

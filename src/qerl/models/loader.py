@@ -78,7 +78,7 @@ def build_decoder(
         for linears in layer.linear_groups:
             names = next(groups)
             by_name = dict(zip(names, linears, strict=True))
-            group_format = "bf16" if names[0] in plain else format
+            group_format = "bf16" if plain.issuperset(names) else format
             for name, weight in _weights(checkpoint, names, group_format, device, scales):
                 by_name[name].load_weight(weight)
         for experts, rows in zip(layer.experts, layer.expert_rows, strict=True):

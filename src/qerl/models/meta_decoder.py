@@ -43,7 +43,7 @@ def meta_decoder(
 ) -> Decoder:
     """Return, without memory, what `build_decoder` and `add_adapter` make on a GPU with tile kernels."""
     kinds = tuple(dict.fromkeys(architecture.kinds))
-    a = dataclasses.replace(architecture, num_layers=len(kinds), layer_kinds=kinds)
+    a = dataclasses.replace(architecture, num_layers=len(kinds), layer_kinds=kinds, bf16_linears=frozenset())
     decoder = Decoder(a, compute=compute, device=_META)
     _fill_head(decoder.lm_head, head)
     for layer in decoder.layers:

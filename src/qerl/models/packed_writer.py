@@ -1,10 +1,10 @@
 """Write 4-bit checkpoints in the layout of compressed-tensors, or as gpt-oss is published.
 
 write_quantized    quantizes a float checkpoint, tensor by tensor
-write_packed       writes a decoder whose linears are in NVFP4 or MXFP4
+write_packed       writes a decoder whose linears are in NVFP4 or MXFP4, but for those that stay in BF16
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +30,12 @@ from qerl.models.checkpoint.state_dict import (
     tensor_shapes,
     unquantized_linears,
 )
-from qerl.models.checkpoint.stored_names import is_shifted_norm, language_config, stored_tensors
+from qerl.models.checkpoint.stored_names import (
+    is_shifted_norm,
+    language_config,
+    stored_linears,
+    stored_tensors,
+)
 from qerl.models.decoder import Decoder
 from qerl.models.expert_writing import as_written, blocks_config, expert_tensors, stack_tensors
 from qerl.models.hf_writer import (
@@ -50,11 +55,13 @@ def write_quantized(
     format: str = "nvfp4",
     scales: SelectScales = default_scales,
     fold: Callable[[Checkpoint], Checkpoint] | None = None,
+    bf16_linears: Collection[str] = (),
     shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Quantize a checkpoint into a new folder, which appears only when it is complete.
 
     `fold` may replace the checkpoint by an equivalent one that is easier to quantize (awq.py).
+    bf16_linears: those that stay in BF16, whole groups (kept_linears.py).
     """
     out = Path(out_folder)
     if format not in WRITTEN:
@@ -69,9 +76,9 @@ def write_quantized(
     check_tensors(checkpoint, tensor_shapes(architecture))
     folded = checkpoint if fold is None else fold(checkpoint)
     with atomic_folder(out) as folder:
-        tensors = _quantized_tensors(folded, architecture, written, WRITTEN[format], scales)
+        tensors = _quantized_tensors(folded, architecture, written, WRITTEN[format], scales, bf16_linears)
         write_shards(folder, stored_tensors(architecture, tensors), shard_bytes)
-        _write_config(folder, language_config(checkpoint.config), written, WRITTEN[format])
+        _write_config(folder, language_config(checkpoint.config), written, WRITTEN[format], bf16_linears)
         write_tokenizer(folder, source)
 
 
@@ -81,9 +88,10 @@ def _quantized_tensors(
     written: Architecture,
     layout: WrittenLayout,
     scales: SelectScales,
+    bf16_linears: Collection[str],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the new checkpoint. `written` is its architecture."""
-    shapes, plain = tensor_shapes(architecture), unquantized_linears(written)
+    shapes, plain = tensor_shapes(architecture), unquantized_linears(written) | set(bf16_linears)
     groups = [group for group in linear_groups(architecture) if group[0] not in plain]
     weights = {f"{linear}.weight" for group in groups for linear in group} | expert_names(architecture)
     # A GGUF decodes to float32, its config says bfloat16; a norm as 1 + weight would lose the weight's bits.
@@ -91,7 +99,8 @@ def _quantized_tensors(
     for name in shapes:
         if name not in weights:
             tensor = read_float(checkpoint, name)
-            yield name, tensor.bfloat16() if is_gguf and tensor.dim() > 1 else tensor
+            is_kept = name.removesuffix(".weight") in bf16_linears
+            yield name, tensor.bfloat16() if is_kept or (is_gguf and tensor.dim() > 1) else tensor
     kind = FORMATS[layout.format]
     for group in groups:
         for linear, weight in encode_group(checkpoint, group, kind, torch.device("cpu"), scales):
@@ -115,7 +124,8 @@ def write_packed(
         tensors = _packed_tensors(decoder, written, WRITTEN[format])
         write_shards(folder, stored_tensors(decoder.architecture, tensors, torch.bfloat16))
         config = with_dtype(language_config(source.open().config), torch.bfloat16)
-        _write_config(folder, config, written, WRITTEN[format])
+        bf16_linears = [f"model.{name}" for name in written.bf16_linears]
+        _write_config(folder, config, written, WRITTEN[format], bf16_linears)
         write_tokenizer(folder, source)
         for name, note in notes.items():
             write_json(folder / name, note)
@@ -143,13 +153,20 @@ def _packed_tensors(
             yield f"{at}{x.name}_bias", experts.bias.to("cpu", torch.bfloat16, copy=True)
 
 
-def _write_config(folder: Path, config: dict[str, Any], written: Architecture, layout: WrittenLayout) -> None:
-    """Write config.json with a quantization_config, which leaves out the head and routers."""
+def _write_config(
+    folder: Path,
+    config: dict[str, Any],
+    written: Architecture,
+    layout: WrittenLayout,
+    bf16_linears: Collection[str] = (),
+) -> None:
+    """Write config.json with a quantization_config, which leaves out the head, routers and kept linears."""
     config = without_quantization(config)
     if written.mixture is not None and written.mixture.stored == "blocks":
         config = blocks_config(config)
     else:
         ignored = [HEAD.removesuffix(".weight")] + ["re:.*mlp[.]gate$"] * (written.mixture is not None)
+        ignored += stored_linears(written, bf16_linears)
         config |= {"quantization_config": layout.config(ignored)}
     write_json(folder / "config.json", config)
 

@@ -192,7 +192,9 @@ def memory_parts(
     layers = layer_bytes(a, form, learn, rows) + unpacked_bytes(a, form, learn)
     layers += int8_bytes(a, form, learn, rows)
     head = head_bytes(a, form, learn, rows, has_divergence=config.distil.is_divergence)
-    sampler = 0 if config.model.sampler_format is None else weight_bytes(a, config.model.sampler_format)
+    in_one_format = dataclasses.replace(a, bf16_linears=frozenset())
+    of_sampler = config.model.sampler_format
+    sampler = 0 if of_sampler is None else weight_bytes(in_one_format, of_sampler)
     num_noise_rows = 1 if config.noise.scope == "step" else 1 + config.num_noises
     embedding = embedding_bytes(a, form.head_format, num_noise_rows, form.element_bytes)
     copied = 2 * n - num_expert_adapter_weights(a, config.adapter)

@@ -5,8 +5,8 @@ import collections
 from qerl.formats import FORMATS, FP8Flow
 from qerl.models.checkpoint.layouts.layout import Layout, fits
 from qerl.models.checkpoint.model_folder import unused_files
-from qerl.models.checkpoint.source import Checkpoint, layout_of, stored_weight
-from qerl.models.checkpoint.state_dict import architecture_of, unquantized_linears
+from qerl.models.checkpoint.source import Checkpoint, layout_of
+from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.checkpoint.stored_names import NamedCheckpoint
 from qerl.models.layer_spec import layer_specs
 
@@ -17,13 +17,11 @@ def layout_line(checkpoint: Checkpoint, format: str) -> str | None:
     if layout is None:
         return None
     architecture = architecture_of(checkpoint)
-    never = unquantized_linears(architecture)
     plain = [
         linear.num_weights
         for index, spec in enumerate(layer_specs(architecture))
         for linear in spec.linears
-        if (name := f"model.layers.{index}.{linear.name}") not in never
-        and stored_weight(checkpoint, name) is None
+        if f"layers.{index}.{linear.name}" in architecture.bf16_linears
     ]
     line = _describe(layout, format)
     more_gb = sum(plain) * (FORMATS["bf16"].bytes_per_weight - FORMATS[format].bytes_per_weight) / 1e9

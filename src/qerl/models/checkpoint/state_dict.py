@@ -17,7 +17,7 @@ from torch import Tensor
 from qerl.errors import UserError, naming
 from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.expert_names import expert_shapes, has_blocks
-from qerl.models.checkpoint.source import Checkpoint
+from qerl.models.checkpoint.source import Checkpoint, layout_of, stored_weight
 from qerl.models.families import from_hf_config
 from qerl.models.layer_spec import LayerSpec, layer_specs
 
@@ -37,11 +37,20 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     if mixture is not None and mixture.stored == "transposed" and has_blocks(checkpoint.shapes):
         mixture = dataclasses.replace(mixture, stored="blocks")
         architecture = dataclasses.replace(architecture, mixture=mixture)
+    if layout_of(checkpoint) is not None:
+        architecture = dataclasses.replace(architecture, bf16_linears=_bf16_linears(checkpoint, architecture))
     if architecture.part_of is None:
         return architecture
     # a multimodal config's tie_word_embeddings is not reliable
     is_untied = any(name.startswith(HEAD) for name in checkpoint.shapes)
     return dataclasses.replace(architecture, tied_head=not is_untied)
+
+
+def _bf16_linears(checkpoint: Checkpoint, architecture: Architecture) -> frozenset[str]:
+    """Return the linears in full precision of a quantized checkpoint, without those that always are."""
+    names = {linear for group in linear_groups(architecture) for linear in group}
+    plain = (x for x in names - unquantized_linears(architecture) if stored_weight(checkpoint, x) is None)
+    return frozenset(name.removeprefix("model.") for name in plain)
 
 
 def linear_groups(architecture: Architecture) -> list[tuple[str, ...]]:
@@ -54,13 +63,12 @@ def linear_groups(architecture: Architecture) -> list[tuple[str, ...]]:
 
 
 def unquantized_linears(architecture: Architecture) -> set[str]:
-    """Return the names of linears that stay in BF16, without ".weight": routers."""
+    """Return the names of linears that stay in BF16, without ".weight": routers and bf16_linears."""
     return {
         f"model.layers.{layer}.{linear.name}"
         for layer, spec in enumerate(layer_specs(architecture))
-        for group in spec.groups
-        if not group.is_quantized
-        for linear in group.linears
+        for linear in spec.linears
+        if not linear.is_quantized
     }
 
 

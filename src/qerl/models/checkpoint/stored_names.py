@@ -182,6 +182,12 @@ def stored_tensors(
     assert not waiting, f"only a part was written of {list(waiting)}"
 
 
+def stored_linears(architecture: Architecture, linears: Iterable[str]) -> list[str]:
+    """Return the names that the checkpoint's class gives to these linears, sorted."""
+    stored_of = {part: stored.name for stored in architecture.stored_linears for part in stored.holds}
+    return sorted({at + stored_of.get(short, short) for at, short in map(_split, linears)})
+
+
 def _joined(parts: list[Tensor], suffix: str) -> Tensor:
     if suffix in _BY_ROW:
         return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

@@ -63,8 +63,8 @@ def requantize(
         nonlocal num_experts
         num_experts += layer.experts[0].spec.num_experts if layer.experts else 0
         with contextlib.ExitStack() as hooks:
-            for linears in layer.linear_groups:
-                if f"model.{names[id(linears[0])]}" not in plain:
+            for group in layer.linear_groups:
+                if linears := tuple(x for x in group if f"model.{names[id(x)]}" not in plain):
                     act = functools.partial(_requantize_group, linears, kind, select_scales)
                     hooks.enter_context(_before_first_call(linears[0], act))
             for experts in layer.experts:

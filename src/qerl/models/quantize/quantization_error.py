@@ -64,7 +64,7 @@ def quantization_error(
         return layer(h_TD, context, layer_index, attend)
 
     hidden_TD = run_sequences(decoder, [probe.tokens_T for probe in probes], run_both)
-    rows = _compared_rows(probes).to(hidden_TD.device)
+    rows = compared_rows(probes).to(hidden_TD.device)
     kl, agreement = _compare(decoder, decoder.norm(exact_TD)[rows], hidden_TD[rows])
     weight_error = (squares_2[0] / squares_2[1]).sqrt().item()
     return QuantizationError(kl=kl, agreement=agreement, num_tokens=len(rows), weight_error=weight_error)
@@ -104,7 +104,8 @@ def _float_layer(decoder: Decoder, checkpoint: Checkpoint, index: int) -> Layer:
     return layer
 
 
-def _compared_rows(probes: Sequence[Probe]) -> Tensor:
+def compared_rows(probes: Sequence[Probe]) -> Tensor:
+    """Return the indices of the compared rows of the concatenated probes."""
     rows, first = [], 0
     for probe in probes:
         rows += range(first + probe.start, first + len(probe.tokens_T))

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 
 import torch
+from rich.console import Console
 
 from qerl.config import ModelConfig
 from qerl.config.options import QuantizeOptions
@@ -20,12 +21,21 @@ from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE, resolve_device
 from qerl.models.hf_writer import check_output_folder
+from qerl.models.layer_spec import check_dense
 from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import write_packed, write_quantized
 from qerl.models.quantize.awq import ScaledCheckpoint, awq, collect_inputs
 from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups, read_calibration
 from qerl.models.quantize.gptq import requantize
-from qerl.models.quantize.quantization_check import TEXT, check_quantization
+from qerl.models.quantize.kept_linears import (
+    budget_share,
+    describe,
+    named_linears,
+    sensitivities,
+    within_budget,
+)
+from qerl.models.quantize.quantization_check import TEXT, check_quantization, prompt_probes
+from qerl.tracking.progress import work
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -36,9 +46,39 @@ def quantize(options: QuantizeOptions) -> None:
         fold = None
         if options.calibrate == "awq":
             fold = partial(_fold, sequences=_sequences(options), format=options.format, scales=scales)
-        write_quantized(options.model, options.out, format=options.format, scales=scales, fold=fold)
+        bf16_linears = _bf16_linears(options, scales)
+        write_quantized(
+            options.model,
+            options.out,
+            format=options.format,
+            scales=scales,
+            fold=fold,
+            bf16_linears=bf16_linears,
+        )
     if (line := _check(options)) is not None:
         print(line, file=sys.stderr)
+
+
+def _bf16_linears(options: QuantizeOptions, scales: SelectScales) -> tuple[str, ...]:
+    """Return the linears of --keep-bf16; a budget is spent on those that a built-in text finds sensitive."""
+    if not options.keep_bf16:
+        return ()
+    check_output_folder(options.out)
+    checkpoint = locate(options.model).open()
+    if layout_of(checkpoint) is not None:
+        raise UserError(f"{options.model}: is quantized already")
+    architecture = architecture_of(checkpoint)
+    check_dense(architecture, "--keep-bf16")
+    share = budget_share(options.keep_bf16)
+    if share is None:
+        return named_linears(architecture, options.keep_bf16)
+    probes = prompt_probes([list(load_tokenizer(options.model)(TEXT)["input_ids"])])
+    decoder = _load(checkpoint, resolve_device(ModelConfig(format="bf16")))
+    with work(Console(stderr=True), "measuring what rounding each linear costs") as report:
+        groups = sensitivities(decoder, checkpoint, probes, options.format, scales, report)
+    chosen = within_budget(groups, share)
+    print(describe(chosen, groups), file=sys.stderr)
+    return tuple(name for group in chosen for name in group.names)
 
 
 def _write_gptq(options: QuantizeOptions) -> None:
