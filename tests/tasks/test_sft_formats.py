@@ -294,7 +294,10 @@ QA = [{"role": U, "content": "q"}, {"role": A, "content": "a"}]
     [
         (openai((U, "q", {}), (A, "a", {"weight": 0.5})), r"weight of message 2 is 0.5; it must be 0 or 1"),
         (openai((U, "q", {}), (A, "a", {"train": "no"})), r"train of message 2 is 'no'"),
-        (openai((U, "q", {}), (A, "a", {"weight": float("nan")})), r"weight of message 2 is nan"),
+        (
+            openai((U, "q", {}), (A, "a", {"weight": float("nan")})),
+            "'messages' has a number that is not a finite",
+        ),
         (
             openai((U, "q", {}), (A, "a", {"weight": 0, "train": True})),
             "weight and train of message 2 differ",
