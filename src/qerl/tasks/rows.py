@@ -260,11 +260,11 @@ def _is_valid(column: Any) -> bool:
 
 def _is_finite(array: Any) -> bool:
     """True if no number in an Arrow array, nested or not, is NaN or infinite."""
-    import pyarrow
-    from pyarrow import compute, types
+    import numpy
+    from pyarrow import types
 
     if types.is_floating(array.type):
-        return compute.all(compute.is_finite(array.cast(pyarrow.float64())), min_count=0).as_py()
+        return bool(numpy.isfinite(array.drop_null().to_numpy(zero_copy_only=False)).all())
     if types.is_dictionary(array.type):
         return _is_finite(array.dictionary)
     if types.is_struct(array.type):
