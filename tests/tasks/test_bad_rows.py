@@ -1,6 +1,7 @@
 """A row that no prompt can be made of is found before the first step, counted and left out."""
 
 import json
+import math
 
 import datasets
 import pyarrow.parquet
@@ -58,7 +59,10 @@ def with_bad(tmp_path, good, bad, **changes):
         ({"prompt": nested(900), "answer": "3"}, f"more than {MAX_DEPTH} deep"),
         ({"prompt": None, "answer": "3"}, "has no prompt"),
         ({"answer": "3"}, "has no prompt"),
-        ({"prompt": float("nan")}, "has no prompt"),
+        ({"prompt": float("nan")}, "'prompt' is nan, not a finite number; write null for a missing one"),
+        ({"prompt": "1 + 2", "answer": float("nan")}, "'answer' is nan, not a finite number"),
+        ({"prompt": "1 + 2", "answer": "3", "x": -float("inf")}, "'x' is -inf, not a finite number"),
+        ({"prompt": "1 + 2", "x": [{"y": [1.0, float("inf")]}]}, "'x' has a number that is not a finite"),
         ({"prompt": 3}, "prompt is a number, not a text"),
         ({"prompt": True}, "prompt is true or false, not a text"),
         ({"prompt": {"role": "user", "content": "x"}}, "prompt is an object, not a text"),
@@ -80,7 +84,7 @@ def test_a_bad_row_among_texts_is_left_out(tmp_path, bad, said):
         ([{"role": "user"}], "message 1 of prompt: content is missing, not a text"),
         ([{"role": 1, "content": "2?"}], "message 1 of prompt: role is a number, not a text"),
         ([{"role": "user", "content": 5}], "message 1 of prompt: content is a number, not a text"),
-        ([{"role": "user", "content": ["part"]}], "content is a list, not a text"),
+        ([{"role": "user", "content": ["part"]}], "content of message 1 of prompt: a part is not a text"),
         ([TALK[0]["prompt"][0], {"role": "user", "content": HALF}], "'prompt' is not valid Unicode"),
         ([{"role": "critic", "content": "2?"}], "rejects messages of critic: no critic"),
     ],
@@ -98,6 +102,46 @@ def test_a_line_that_cannot_be_read_is_left_out(tmp_path, text):
     (tmp_path / "x.jsonl").write_text("\n".join([*lines[:3], "", text, *lines[3:]]))
     line = left_out(TaskConfig(name=str(tmp_path / "x.jsonl"), num_held_out=1))
     assert "of 9 rows 1 unusable and left out (line 5: " in line
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", '[0, {"a": -1e400}]'])
+@pytest.mark.parametrize("ending", [".jsonl", ".json"])
+def test_a_number_that_is_not_finite_costs_its_row(tmp_path, number, ending):
+    lines = [json.dumps(row) for row in GOOD]
+    lines = [*lines[:3], f'{{"prompt": "1 + 2 =", "answer": "3", "more": {number}}}', *lines[3:]]
+    text = "\n".join(lines) if ending == ".jsonl" else f"[{','.join(lines)}]"
+    (path := tmp_path / f"x{ending}").write_text(text)
+    line = left_out(TaskConfig(name=str(path), num_held_out=1))
+    assert line.startswith(f"{path}: of 9 rows 1 unusable and left out (") and " 4: 'more' " in line
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([0.0, math.nan], pyarrow.float32()),
+        ([0.0, -math.inf], pyarrow.float16()),
+        ([[0.0], [1.0, math.inf]], pyarrow.list_(pyarrow.float64())),
+        ([[0.0, 1.0], [1.0, math.nan]], pyarrow.list_(pyarrow.float32(), 2)),
+        ([None, {"a": [{"b": math.nan}]}], None),
+        ([[], [("a", math.nan)]], pyarrow.map_(pyarrow.string(), pyarrow.float64())),
+    ],
+)
+def test_a_number_of_a_parquet_file_that_is_not_finite_costs_its_row(tmp_path, values, kind):
+    good, bad = values
+    rows = [*GOOD[:3], GOOD[0], *GOOD[3:]]
+    table = pyarrow.table({name: [row[name] for row in rows] for name in ("prompt", "answer")})
+    more = pyarrow.array([good] * 3 + [bad] + [good] * 5, type=kind)
+    pyarrow.parquet.write_table(table.append_column("more", more), path := tmp_path / "x.parquet")
+    assert f"{path}: of 9 rows 1 unusable and left out (row 4: 'more' " in left_out(
+        TaskConfig(name=str(path), num_held_out=1)
+    )
+
+
+def test_missing_numbers_of_a_parquet_file_cost_no_row(tmp_path):
+    table = pyarrow.table({"prompt": [row["prompt"] for row in GOOD], "more": [None, 1.5] * 4})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    task = built(TaskConfig(name=str(tmp_path / "x.parquet"), num_held_out=1))
+    assert task.renderers[0].faults == {}
 
 
 def test_a_csv_row_with_too_many_values_is_left_out(tmp_path):

@@ -8,8 +8,11 @@ from material import jsonl, tokenizer
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import Task
+from qerl.tasks.conversation import read_chat
+from qerl.tasks.messages import BadRow, read_messages
 from qerl.tasks.prompt import Renderer
 from qerl.tasks.rows import open_rows
+from qerl.trl.data import write_rows
 
 TEMPLATE = (
     "{% if tools %}[tools {{ tools | tojson }}]{% endif %}"
@@ -60,6 +63,44 @@ def test_a_call_may_have_any_content_and_form(tmp_path, call, content):
     assert f"<assistant>{content or ''}[call weather" in made
 
 
+@pytest.mark.parametrize(
+    ("call", "tools"),
+    [
+        (json.dumps(CALL), json.dumps(TOOLS)),
+        (json.dumps([CALL]), [json.dumps(TOOLS[0])]),
+        ({"name": "weather", "parameters": {"city": "Oslo"}}, [TOOLS[0]["function"]]),
+    ],
+)
+def test_calls_and_tools_of_a_prompt_may_be_written_as_in_a_demonstration(tmp_path, call, tools):
+    row = {"prompt": [ASK, {**CALLED, "tool_calls": call}, RESULT], "tools": tools}
+    demonstrated = read_chat({"messages": row["prompt"], "tools": tools})
+    made = text(tmp_path, row)
+    assert f"[tools {json.dumps(demonstrated.variables['tools'])}]" in made and "[call weather Oslo]" in made
+    assert demonstrated.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+
+
+PART = {"type": "text", "text": "How "}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [PART, {"type": "text"}],
+        [PART, {"type": "text", "text": 5}],
+        [PART, {"type": "text", "text": "a", "cache_control": {}}],
+        [PART, {"type": "image_url", "image_url": "x"}],
+    ],
+)
+def test_the_same_parts_are_refused_in_prompts_demonstrations_and_rows_of_trl(tmp_path, parts):
+    message = {"role": "user", "content": parts}
+    with pytest.raises(BadRow, match="part"):
+        read_messages([message], "prompt")
+    with pytest.raises(BadRow, match="part"):
+        read_chat({"messages": [message]})
+    with pytest.raises(UserError, match=r"part|block"):
+        write_rows("train_dataset", [{"prompt": [message]}], tmp_path)
+
+
 def test_text_parts_are_joined(tmp_path):
     parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "warm?"}]
     assert "<user>How warm?<" in text(tmp_path, {"prompt": [{"role": "user", "content": parts}]})
@@ -93,15 +134,29 @@ def test_empty_keys_of_a_recorded_conversation_are_left_out(tmp_path):
         ({**ASK, "name": 3}, "name is a number, not a text"),
         ({"role": "user"}, "content is missing, not a text"),
         ({"role": "user", "content": None}, "content is missing"),
-        ({**ASK, "content": [{"type": "image_url", "image_url": "x"}]}, "content has a part that is not"),
-        ({**ASK, "content": [{"type": "text", "text": "a", "cache_control": {}}]}, "content has a part"),
-        ({**CALLED, "tool_calls": [{"id": "c1"}]}, "tool_calls has one without the name of a function"),
-        ({**CALLED, "tool_calls": "weather"}, "tool_calls has one without"),
+        (
+            {**ASK, "content": [{"type": "image_url", "image_url": "x"}]},
+            "message 1 of prompt: a part is not a text (type: 'image_url')",
+        ),
+        (
+            {**ASK, "content": [{"type": "text", "text": "a", "cache_control": {}}]},
+            "a text part has 'cache_control'",
+        ),
+        ({**CALLED, "tool_calls": [{"id": "c1"}]}, "a tool call has no function with a name"),
+        ({**CALLED, "tool_calls": [{"name": ["f"]}]}, "a tool call has no function with a name"),
+        (
+            {**CALLED, "tool_calls": "weather"},
+            "message 1 of prompt: the tool call is a text that is not JSON",
+        ),
         (
             {**CALLED, "tool_calls": [{"name": "f", "arguments": "{"}]},
-            "arguments of f is a text that is not JSON",
+            "arguments of 'f' is a text that is not JSON",
         ),
-        ({**CALLED, "tool_calls": [{"name": "f", "arguments": [1]}]}, "arguments of f is not an object"),
+        (
+            {**CALLED, "tool_calls": [{"name": "f", "arguments": [1]}]},
+            "arguments of 'f' is a list, not an object",
+        ),
+        ({**CALLED, "tool_calls": [{"name": "f", "arguments": '{"x": NaN}'}]}, "is a text that is not JSON"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(tmp_path, message, reason):

@@ -294,7 +294,10 @@ QA = [{"role": U, "content": "q"}, {"role": A, "content": "a"}]
     [
         (openai((U, "q", {}), (A, "a", {"weight": 0.5})), r"weight of message 2 is 0.5; it must be 0 or 1"),
         (openai((U, "q", {}), (A, "a", {"train": "no"})), r"train of message 2 is 'no'"),
-        (openai((U, "q", {}), (A, "a", {"weight": float("nan")})), r"weight of message 2 is nan"),
+        (
+            openai((U, "q", {}), (A, "a", {"weight": float("nan")})),
+            "'messages' has a number that is not a finite",
+        ),
         (
             openai((U, "q", {}), (A, "a", {"weight": 0, "train": True})),
             "weight and train of message 2 differ",
@@ -305,20 +308,20 @@ QA = [{"role": U, "content": "q"}, {"role": A, "content": "a"}]
         (openai((U, "q", {}), (A, "a", {"loss_scale": 0})), "message 2 has loss_scale"),
         (
             openai((U, [{"type": "image_url", "image_url": "x"}], {}), (A, "a", {})),
-            "part that is not a text .*image_url",
+            "message 1: a part is not a text .*image_url",
         ),
-        (openai((U, ["q"], {}), (A, "a", {})), "message 1 has a part that is not a text"),
+        (openai((U, ["q"], {}), (A, "a", {})), "message 1: a part is not a text"),
         (
             openai((U, [{"type": "text", "text": "q", "cache_control": {}}], {}), (A, "a", {})),
-            "has cache_control",
+            "a text part has 'cache_control'",
         ),
         (
             openai((U, "q", {}), (A, "", {"tool_calls": [{"name": 5}]})),
-            "tool call of message 2 has no function",
+            "message 2: a tool call has no function",
         ),
         (
             openai((U, "q", {}), (A, "", {"tool_calls": [{"name": "look", "arguments": "Rome"}]})),
-            "arguments of 'look' in message 2 is a text that is not JSON",
+            "message 2: arguments of 'look' is a text that is not JSON",
         ),
         (
             openai((U, "q", {}), (A, "", {"tool_calls": [{"name": "look", "arguments": '{"x": NaN}'}]})),
@@ -344,7 +347,7 @@ QA = [{"role": U, "content": "q"}, {"role": A, "content": "a"}]
         (openai((U, "q", {}), (A, "a", {}), system=5), "system is not a text"),
         (
             openai((U, "q", {}), (A, "a", {}), chat_template_kwargs=[1]),
-            "chat_template_kwargs is not an object",
+            "chat_template_kwargs is a list, not an object",
         ),
         (
             sharegpt(("human", "q"), ("narrator", "x"), ("gpt", "a")),
@@ -352,11 +355,11 @@ QA = [{"role": U, "content": "q"}, {"role": A, "content": "a"}]
         ),
         (
             sharegpt(("human", "q"), ("function_call", "look(Rome)")),
-            "tool call of message 2 is a text that is not JSON",
+            "message 2: the tool call is a text that is not JSON",
         ),
         (
             sharegpt(("human", "q"), ("function_call", '{"tool": "look"}')),
-            "message 2 has no function with a name",
+            "message 2: a tool call has no function with a name",
         ),
         (
             {"conversations": [{"from": "human", "role": "gpt", "value": "q"}]},

@@ -150,6 +150,28 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(files, unbroken, tmp_path):
     assert_same_run(out, unbroken)
 
 
+@pytest.mark.parametrize(
+    ("num_prompts", "more", "line"),
+    [
+        (5, ["--eval-data"], "evaluate.num_prompts is 5: of 40 rows to evaluate on, 5 are evaluated"),
+        (3, [], "evaluate.num_prompts is 3: of 8 rows to evaluate on, 3 are evaluated"),
+        (300, [], "evaluate.num_prompts is 300, but there are only 8 rows to evaluate on"),
+        (8, [], None),
+        (256, [], None),  # the default
+    ],
+)
+def test_an_evaluation_of_fewer_rows_than_asked_or_held_out_is_said(files, tmp_path, num_prompts, more, line):
+    more = [*more, *[str(files / "more.jsonl") for _ in more]]
+    other = (files / "chats.jsonl").read_text().replace("yes", "no")
+    (files / "more.jsonl").write_text(other)
+    arguments = ["--evaluate.num-prompts", str(num_prompts), "--max-steps", "1", *more]
+    command(["sft", *options(files, tmp_path / "run", *arguments)])
+    texts = [
+        json.loads(each)["text"] for each in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
+    assert [text for text in texts if text.startswith("evaluate.num_prompts")] == [line] * (line is not None)
+
+
 @pytest.mark.parametrize(("more", "is_kept"), [((), True), (("--seed", "1"), False)])
 def test_an_evaluation_before_the_first_checkpoint_is_kept_for_the_same_run(
     files, unbroken, tmp_path, more, is_kept

@@ -51,10 +51,21 @@ def with_start_day(config: RunConfig, run: Path) -> RunConfig:
     return dataclasses.replace(config, task=dataclasses.replace(config.task, chat_template_date=day))
 
 
-def former_values(config: Any) -> Any:
-    """Return a recorded config with what it did before there was a field for it; what is no config stays."""
-    model = config.get("model") if isinstance(config, dict) else None
-    return config | {"model": {"scales": "plain"} | model} if isinstance(model, dict) else config
+def with_defaults(config: Any) -> Any:
+    """Return a recorded config with the defaults of fields that were added later, which do what a run did
+    before there was the field; what is no config stays."""
+    is_config = isinstance(config, dict) and isinstance(config.get("model"), dict)
+    return _completed(dataclasses.asdict(RunConfig()), config) if is_config else config
+
+
+def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values in their order, and after them the defaults that they lack, nested ones too."""
+    nested = {
+        name: _completed(default, values[name])
+        for name, default in defaults.items()
+        if isinstance(default, dict) and isinstance(values.get(name), dict)
+    }
+    return {**values, **{k: v for k, v in defaults.items() if k not in values}, **nested}
 
 
 def parse_run_config(data: dict[str, Any]) -> RunConfig:
@@ -71,7 +82,7 @@ def read_run_config(source: str) -> RunConfig | None:
 def read_config_file(path: Path) -> RunConfig:
     """Return the config in this run.json; its model is the one that the run trains."""
     try:
-        config = parse_run_config(former_values(parse_json(read_regular(path))["config"]))
+        config = parse_run_config(with_defaults(parse_json(read_regular(path))["config"]))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, OverflowError) as error:

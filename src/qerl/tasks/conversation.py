@@ -10,12 +10,10 @@ than `qerl serve` gives it is refused, by BadRow.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from qerl.tasks.prompt import BadRow
-from qerl.tasks.row_values import value_fault
+from qerl.tasks.messages import BadRow, from_json, join_text_parts, read_calls, read_variables
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
@@ -65,11 +63,11 @@ class ChatRow:
 
 
 def read_chat(row: Row) -> ChatRow:
-    return _conversation(row, _parsed(row["messages"], "messages"))
+    return _conversation(row, from_json(row["messages"], "messages"))
 
 
 def read_sharegpt(row: Row) -> ChatRow:
-    turns = _parsed(row["conversations"], "conversations")
+    turns = from_json(row["conversations"], "conversations")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow("conversations is not a list of messages")
     return _conversation(row, [_renamed(turn, number) for number, turn in enumerate(turns, 1)])
@@ -89,7 +87,7 @@ def read_exchange(row: Row, question_column: str, answer_column: str) -> ChatRow
     question = "\n\n".join(text for text in texts if text)
     if not question:
         raise BadRow(f"its {question_column} is empty")
-    pairs = _parsed(row.get("history") or [], "history")
+    pairs = from_json(row.get("history") or [], "history")
     is_whole = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
     if not is_whole:
         raise BadRow("history is not a list of pairs of a question and its answer")
@@ -103,8 +101,8 @@ def as_messages(value: Any) -> list[Any] | None:
     """Return the value if it is a list, or a JSON text of a list of messages; else None."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            listed = json.loads(value)
-        except (ValueError, RecursionError):
+            listed = from_json(value, "messages")
+        except BadRow:
             return None
         return listed if all(isinstance(each, dict) and "role" in each for each in listed) else None
     return value if isinstance(value, list) else None
@@ -125,7 +123,7 @@ def messages_of(messages: Any) -> list[Message]:
                 raise BadRow(f"message {number} has both function_call and tool_calls")
             fields["tool_calls"] = [fields.pop("function_call")]
         if fields.get("tool_calls"):
-            fields["tool_calls"] = _calls(fields["tool_calls"], number)
+            fields["tool_calls"] = read_calls(fields["tool_calls"], f"message {number}")
         if "content" not in fields and not fields.get("tool_calls"):
             raise BadRow(f"message {number} has no content")
         cleaned.append({**fields, "content": _content(fields.get("content", ""), number)})
@@ -142,14 +140,7 @@ def _conversation(row: Row, messages: Any, first: int = 0) -> ChatRow:
     elif system:
         cleaned, is_learned = [{"role": "system", "content": system}, *cleaned], [None, *is_learned]
         first += first > 0
-    tools = [name for name in ("tools", "functions") if row.get(name)]
-    if len(tools) > 1:
-        raise BadRow("has both tools and functions")
-    variables = _parsed(row.get("chat_template_kwargs") or {}, "chat_template_kwargs")
-    if not isinstance(variables, dict):
-        raise BadRow("chat_template_kwargs is not an object")
-    if tools and (functions := _tools(row[tools[0]], tools[0])):
-        variables = {**variables, "tools": functions}
+    variables = read_variables(row, ("tools", "functions"))
     return ChatRow(messages=cleaned, is_learned=is_learned, first=first, variables=variables)
 
 
@@ -192,73 +183,10 @@ def _take_flag(message: Message, number: int) -> bool | None:
 
 
 def _content(content: Any, number: int) -> str:
-    """Return the text, or the text parts joined as `qerl serve` joins them."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRow(f"the content of message {number} is not a text")
-    texts = []
-    for part in content:
-        fields = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
-        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
-            kind = fields.get("type", "none")
-            raise BadRow(f"the content of message {number} has a part that is not a text (type: {kind!a})")
-        texts.append(fields["text"])
-        if others := fields.keys() - {"type", "text"}:
-            raise BadRow(f"a text part of message {number} has {min(others)}, which is not supported")
-    return "".join(texts)
-
-
-def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
-    """Return the calls as transformers' templates take them: arguments is an object."""
-    calls = _parsed(calls, f"the tool call of message {number}")
-    made = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        call = _parsed(call, f"the tool call of message {number}")
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow(f"a tool call of message {number} has no function with a name")
-        arguments = function.get("arguments", function.get("parameters"))
-        arguments = _parsed(arguments or {}, f"arguments of {function['name']!a} in message {number}")
-        if not isinstance(arguments, dict):
-            raise BadRow(f"arguments of {function['name']!a} in message {number} is not an object")
-        head = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
-        made.append(
-            {"type": "function", **head, "function": {"name": function["name"], "arguments": arguments}}
-        )
-    return made
-
-
-def _tools(tools: Any, column: str) -> list[dict[str, Any]]:
-    """Return the functions in OpenAI's form."""
-    tools = _parsed(tools, column)
-    tools = [_parsed(tool, column) for tool in tools] if isinstance(tools, list) else tools
-    is_valid = isinstance(tools, list) and all(
-        isinstance(tool, dict)
-        and isinstance(tool.get("function", tool), dict)
-        and tool.get("function", tool).get("name")
-        for tool in tools
-    )
-    if not is_valid:
-        raise BadRow(f"{column} is not a list of functions with names")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-
-
-def _parsed(value: Any, what: str) -> Any:
-    """Return the value of a JSON text; another value as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = json.loads(value, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise BadRow(f"{what} is a text that is not JSON") from None
-    if (fault := value_fault({what: parsed})) is not None:
-        raise BadRow(fault)
-    return parsed
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    where = f"the content of message {number}"
+    if not isinstance(content, str | list):
+        raise BadRow(f"{where} is not a text")
+    return content if isinstance(content, str) else join_text_parts(content, where)
 
 
 def _text(row: Row, column: str) -> str:

@@ -2,7 +2,8 @@
 
     role              any that the chat template takes
     content           a text, a list of text parts, or null beside tool_calls
-    tool_calls        of an assistant: {"function": {"name", "arguments"}}; arguments may be JSON in a text
+    tool_calls        of an assistant: {"function": {"name", "arguments"}}, or the function alone; JSON texts
+                      of it and of its arguments are read
     name, tool_call_id, reasoning_content, thinking    as they are
     columns           tools: a list of functions; chat_template_kwargs: an object
 
@@ -10,7 +11,7 @@ Another key of a message is refused by its name, unless it is null or empty.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from qerl.tasks.row_values import value_fault
@@ -35,15 +36,52 @@ def read_messages(messages: Any, column: str) -> list[dict[str, Any]]:
     return [_read_message(message, f"message {number} of {column}") for number, message in numbered]
 
 
-def read_variables(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that the row's own columns give to the chat template."""
-    variables = _parsed(row.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+def read_variables(row: Mapping[str, Any], tool_columns: Sequence[str] = VARIABLES[:1]) -> dict[str, Any]:
+    """Return the variables that the row's own columns give to the chat template; one of tool_columns may hold
+    its functions."""
+    columns = [name for name in tool_columns if row.get(name)]
+    if len(columns) > 1:
+        raise BadRow(f"has both {' and '.join(columns)}")
+    variables = from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(variables, dict):
         raise BadRow(f"chat_template_kwargs is {kind_of(variables)}, not an object")
-    tools = _parsed(row.get("tools") or [], "tools")
-    if not isinstance(tools, list) or not all(_name_of(tool) for tool in tools):
-        raise BadRow("tools is not a list of functions with names")
+    tools = [tool for name in columns for tool in _read_tools(row[name], name)]
     return variables | ({"tools": tools} if tools else {})
+
+
+def join_text_parts(parts: Iterable[Any], where: str, unread: Collection[str] = ()) -> str:
+    """Return the texts of {"type": "text", "text": ...} as one; raise BadRow for another part, or for a key
+    that is neither null nor among the unread ones."""
+    texts = []
+    for part in parts:
+        fields = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
+        kind, text = fields.pop("type", None), fields.pop("text", None)
+        if kind != "text" or not isinstance(text, str):
+            raise BadRow(f"{where}: a part is not a text (type: {'none' if kind is None else kind!a})")
+        if further := sorted(fields.keys() - unread):
+            raise BadRow(f"{where}: a text part has {further[0]!a}, which is not supported")
+        texts.append(text)
+    return "".join(texts)
+
+
+def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return the calls in the form that templates take: arguments is an object. A call and its arguments may
+    be JSON texts."""
+    calls = from_json(calls, f"{where}: the tool call")
+    return [_read_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def from_json(value: Any, what: str) -> Any:
+    """Return the value of a JSON text; another value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise BadRow(f"{what} is a text that is not JSON") from None
+    if (fault := value_fault({what: parsed})) is not None:
+        raise BadRow(fault)
+    return parsed
 
 
 def check_rendered(text: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:
@@ -69,7 +107,7 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     if unknown := [key for key in fields if key not in _KEYS]:
         raise BadRow(f"{where} has {unknown[0]!a}, which is not used: remove it")
     if "tool_calls" in fields:
-        fields["tool_calls"] = list(_read_calls(fields["tool_calls"], where))
+        fields["tool_calls"] = read_calls(fields["tool_calls"], where)
         fields.setdefault("content", "")
     for key in fields.keys() - {"content", "tool_calls"} | {"role"}:
         if not isinstance(fields.get(key), str):
@@ -84,25 +122,34 @@ def _read_content(content: Any, fields: Mapping[str, Any], where: str) -> str:
         if not isinstance(content, str):
             raise BadRow(f"{where}: content is {_kind_or_missing(content)}, not a text")
         return content
-    for part in content:
-        texts = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
-        if texts.get("type") != "text" or not isinstance(texts.get("text"), str) or len(texts) > 2:
-            raise BadRow(f'{where}: content has a part that is not {{"type": "text", "text": ...}}')
-    return "".join(part["text"] for part in content)
+    return join_text_parts(content, f"content of {where}")
 
 
-def _read_calls(calls: Any, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the calls with arguments as an object, as templates take them."""
-    for call in calls if isinstance(calls, list) else [calls]:
-        if not _name_of(call):
-            raise BadRow(f"{where}: tool_calls has one without the name of a function")
-        function = call.get("function", call)
-        arguments = _parsed(function.get("arguments") or {}, f"{where}: arguments of {function['name']}")
-        if not isinstance(arguments, dict):
-            raise BadRow(f"{where}: arguments of {function['name']} is not an object")
-        head = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
-        function = {"name": function["name"], "arguments": arguments}
-        yield {"type": "function", **head, "function": function}
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    call = from_json(call, f"{where}: the tool call")
+    name = _name_of(call)
+    if not name:
+        raise BadRow(f"{where}: a tool call has no function with a name")
+    function = call.get("function", call)
+    what = f"{where}: arguments of {name!a}"
+    arguments = from_json(function.get("arguments", function.get("parameters")) or {}, what)
+    if not isinstance(arguments, dict):
+        raise BadRow(f"{what} is {kind_of(arguments)}, not an object")
+    head = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
+    return {"type": "function", **head, "function": {"name": name, "arguments": arguments}}
+
+
+def _read_tools(tools: Any, column: str) -> list[dict[str, Any]]:
+    """Return the functions in OpenAI's form."""
+    tools = from_json(tools, column)
+    tools = [from_json(tool, column) for tool in tools] if isinstance(tools, list) else tools
+    if not isinstance(tools, list) or not all(map(_name_of, tools)):
+        raise BadRow(f"{column} is not a list of functions with names")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _name_of(tool: Any) -> str:
@@ -110,19 +157,6 @@ def _name_of(tool: Any) -> str:
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
-
-
-def _parsed(value: Any, what: str) -> Any:
-    """Return the value of a JSON text; another value as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        raise BadRow(f"{what} is a text that is not JSON") from None
-    if (fault := value_fault({what: parsed})) is not None:
-        raise BadRow(fault)
-    return parsed
 
 
 def _kind_or_missing(value: Any) -> str:

@@ -1,17 +1,20 @@
 """Find values of a row that a run could not tokenize, send to a worker process or store.
 
 not valid Unicode    half a surrogate pair ("\\ud83d"), which UTF-8 cannot hold
+not finite           NaN or an infinite number, which is no JSON and compares with no answer
 nested too deeply    more lists and objects inside each other than Python's recursion leaves room for
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 100
 """Lists and objects inside each other. Pickling recurses three times per level, of Python's 1,000."""
-_PLAIN = (bool, int, float, type(None))
-_ENCODER = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for each value
+_PLAIN = (bool, int, type(None))
+_NOT_FINITE = "not a finite number; write null for a missing one"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # json.dumps would make one for each value
 
 
 def value_fault(row: Mapping[str, Any]) -> str | None:
@@ -20,6 +23,8 @@ def value_fault(row: Mapping[str, Any]) -> str | None:
         kind = type(value)
         if kind is str:
             fault = None if is_unicode(value) else "is not valid Unicode"
+        elif kind is float:
+            fault = None if math.isfinite(value) else f"is {value}, {_NOT_FINITE}"
         else:
             fault = None if kind in _PLAIN else _nested_fault(value)
         if fault is not None or not is_unicode(name):
@@ -52,8 +57,8 @@ def _nested_fault(value: Any) -> str | None:
         text = _ENCODER.encode(value)
     except RecursionError:
         return too_deep
-    except (TypeError, ValueError):
-        return None  # not JSON: rewards do not get it
+    except (TypeError, ValueError):  # rewards do not get what is not JSON, but NaN is JSON to Python
+        return f"has a number that is {_NOT_FINITE}" if is_json(value) else None
     if not is_unicode(text):
         return "is not valid Unicode"
     # Brackets inside strings count too, so only many of them say that a closer look is worth it.

@@ -247,14 +247,31 @@ def _read_parquet(path: Path, prompt_column: str) -> RowTable:
 
 
 def _is_valid(column: Any) -> bool:
-    """True if every text in an Arrow column is UTF-8; its type bounds how deep its values nest."""
+    """True if every text in an Arrow column is UTF-8 and every number finite; its type bounds how deep its
+    values nest."""
     import pyarrow
 
     try:
         column.validate(full=True)
     except pyarrow.ArrowInvalid:
         return False
-    return True
+    return all(map(_is_finite, column.chunks))
+
+
+def _is_finite(array: Any) -> bool:
+    """True if no number in an Arrow array, nested or not, is NaN or infinite."""
+    import numpy
+    from pyarrow import types
+
+    if types.is_floating(array.type):
+        return bool(numpy.isfinite(array.drop_null().to_numpy(zero_copy_only=False)).all())
+    if types.is_dictionary(array.type):
+        return _is_finite(array.dictionary)
+    if types.is_struct(array.type):
+        return all(map(_is_finite, array.flatten()))
+    if types.is_map(array.type):
+        return _is_finite(array.keys) and _is_finite(array.items)
+    return not types.is_nested(array.type) or types.is_union(array.type) or _is_finite(array.flatten())
 
 
 def _arrow_rows(name: str, table: Any, prompt_column: str | None) -> RowTable:

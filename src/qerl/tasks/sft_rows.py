@@ -38,6 +38,8 @@ class SftRows:
     sources: dict[str, str]
     """Fingerprints of hub data sets."""
     seed: int
+    num_held_out: int = 0
+    """Rows that eval_data or eval_fraction hold out, of which `evaluated` are at most max_evaluated."""
     block_tokens: int | None = None
     """A batch counts blocks of whole rows, each of at most this many tokens; None: it counts rows."""
 
@@ -67,8 +69,9 @@ class SftRows:
             for table, maker in zip(tables, makers, strict=True)
             if maker.unused_columns
         ]
+        num_held_out = int(len(made[0]) * config.eval_fraction) if len(tables) == 1 else len(made[1])
         if len(tables) == 1:
-            count = min(int(len(made[0]) * config.eval_fraction), max_evaluated)
+            count = min(num_held_out, max_evaluated)
             made = [made[0][: len(made[0]) - count], made[0][len(made[0]) - count :]]
         learned, evaluated = made[0], made[1][:max_evaluated]
         name, known = tables[0].name, {each.tokens_T.tobytes() for each in evaluated}
@@ -79,7 +82,8 @@ class SftRows:
             raise UserError(f"no row is left to learn from: {'; '.join(notices) or f'{name} has none'}")
         sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
         block_tokens = config.max_length if config.packing else None
-        return cls(fresh, evaluated, notices, unused, sources, seed=seed, block_tokens=block_tokens)
+        counts = {"num_held_out": num_held_out, "block_tokens": block_tokens}
+        return cls(fresh, evaluated, notices, unused, sources, seed=seed, **counts)
 
     @classmethod
     def read_evaluated(

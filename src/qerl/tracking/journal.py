@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 
 from qerl.config import RunConfig
-from qerl.config.stored import former_values
+from qerl.config.stored import with_defaults
 from qerl.errors import RunError, StoppedAtOnce, UserError, redact, require
 from qerl.kernels.runtime.gpu_memory import peak_bytes
 from qerl.tracking.async_logger import AsyncLogger, num_sent
@@ -135,15 +135,15 @@ class Journal:
         path, facts = self._folder / "run.json", finite(run_facts(config))
         self._config, self._facts = facts["config"], facts
         if not self._next_step and path.exists():
-            old = read_object(path)
+            old = _read_facts(path)
             same_sources = dict(sources).items() <= old.get("sources", {}).items()
-            self.is_same_run = same_sources and not changes(old.get("config", {}), facts["config"])
+            self.is_same_run = same_sources and not changes(old["config"], facts["config"])
         if self._next_step:
             if not path.exists():
                 lacks = "has metrics.jsonl but no run.json"
                 raise UserError(f"{self._folder}: {lacks}; choose another folder with --out")
-            self._facts = old = read_object(path)
-            self._changed = check_same_run(path, former_values(old.get("config", {})), facts["config"])
+            self._facts = old = _read_facts(path)
+            self._changed = check_same_run(path, old["config"], facts["config"])
             for name, (was, now) in changes({key: old.get(key) for key in facts}, facts).items():
                 if name not in ("command", "start_time", "config.out", *self._changed):
                     self.notice(f"{name} is now {now}; the run started with {was}")
@@ -379,6 +379,12 @@ class NullJournal:
 
     def __enter__(self) -> Self:
         return self
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """Return run.json with the fields of the config that were added after it was written."""
+    facts = read_object(path)
+    return facts | {"config": with_defaults(facts.get("config", {}))}
 
 
 def resumes_from(num_steps: int) -> str:

@@ -1,7 +1,7 @@
 """Build what samples from a config: the model with its adapter, the engine, the task's prompts."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
     return [*task.known_columns, *notices, *skipped]
 
 
-def fewer_prompts(option: str, num: int | None, prompts_P: list[Prompt]) -> list[str]:
+def fewer_prompts(option: str, num: int | None, prompts_P: Sequence[object]) -> list[str]:
     """Return a line if an evaluation has fewer prompts than the option asks for, with another value than
     evaluate.num_prompts has by default: as many as there are, up to that."""
     if num is None or num == EvalConfig().num_prompts or len(prompts_P) >= num:

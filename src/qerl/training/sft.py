@@ -38,7 +38,7 @@ from qerl.tracking import NullJournal, StepLog
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.planned_learner import planned_learner
-from qerl.training.policy import check_backend, load_sampler
+from qerl.training.policy import check_backend, fewer_prompts, load_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.run_shell import EndStep, OpenRun, Session, Training, evaluates_after, open_run
 from qerl.training.signals import StopSignal
@@ -73,7 +73,7 @@ def fine_tune(
             layout = checkpoint_notices(locate(config.model.path).open(), config.model.format)
             notices = [*rows.notices, *layout]
             require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
-            notices += rows.unused
+            notices += [*rows.unused, *_evaluation_notices(rows, config.evaluate.num_prompts)]
             files = config.sft.data, config.sft.eval_data
             opened.journal.start(config, file_sources(*files) if ranks.is_first else {})
             opened.journal.check_sources(rows.sources, ("data set ",))
@@ -93,6 +93,16 @@ def read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
         max_evaluated=config.evaluate.num_prompts,
         seed=config.seed,
     )
+
+
+def _evaluation_notices(rows: SftRows, num_prompts: int) -> list[str]:
+    """Return a line if the evaluation has fewer rows than are asked for, or than there are."""
+    name, num = "evaluate.num_prompts", len(rows.evaluated)
+    if num < rows.num_held_out:
+        return [
+            f"{name} is {num_prompts:,}: of {rows.num_held_out:,} rows to evaluate on, {num:,} are evaluated"
+        ]
+    return fewer_prompts(name, num_prompts, rows.evaluated) if rows.evaluated else []
 
 
 def _within_positions(config: SftConfig, model: ModelConfig) -> SftConfig:

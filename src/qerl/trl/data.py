@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import UserError, naming, require
+from qerl.tasks.messages import BadRow, join_text_parts
 from qerl.tracking.atomic_file import write_atomic
 
 IMAGES = ("image", "images")
+_UNREAD = ("id", "index", "annotations", "meta", "_meta", "extras")
+"""What MCP and LangChain say of a text, and no model reads."""
 
 
 def are_blocks(content: Any) -> bool:
@@ -24,7 +27,10 @@ def joined(blocks: list[Mapping[str, Any]]) -> str:
     for block in blocks:
         kind = block["type"]
         require(kind == "text", f"a block of type {kind}: only texts are supported, no vision models")
-    return "".join(str(block.get("text", "")) for block in blocks)
+    try:
+        return join_text_parts(blocks, "blocks", _UNREAD)
+    except BadRow as fault:
+        raise UserError(str(fault)) from None
 
 
 def _with_texts(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
