@@ -1,6 +1,7 @@
 """The table of docs/models.md: for each family what computes its decode steps, exact mode and the learner.
 
 A family is a small model of it, with sizes that the kernels take, from a config.json as published ones are.
+Families with the same answers share a row.
 Every entry is an answer of the code that decides it at run time, so that the table cannot promise more.
 """
 
@@ -90,11 +91,10 @@ _ENTRIES: dict[str, dict[str, Any]] = {
     "Qwen3_5ForCausalLM": _DELTA,
 }
 _COLUMNS = (
-    "family",
+    "families",
     "decode kernels, Hopper",
     "portable",
     "token drawn by",
-    "PyTorch operations",
     "exact mode",
     "learner's attention",
 )
@@ -130,8 +130,11 @@ def table() -> Iterator[str]:
 def _lines() -> Iterator[str]:
     yield f"| {' | '.join(_COLUMNS)} |"
     yield f"|{' --- |' * len(_COLUMNS)}"
+    families: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES:
-        yield f"| {' | '.join((f'`{family}`', *_answers(small(family))))} |"
+        families.setdefault(tuple(_answers(small(family))), []).append(f"`{family}`")
+    for answers, names in families.items():
+        yield f"| {' | '.join((', '.join(names), *answers))} |"
 
 
 def small(family: str) -> Architecture:
@@ -147,7 +150,6 @@ def _answers(a: Architecture) -> Iterator[str]:
     ]
     yield from map(_answer, obstacles)
     yield "PyTorch operations" if kernel_head(decoder, "hopper") is None else "kernel"
-    yield "yes"
     yield "PyTorch operations" if exact_mode_obstacle(a) or all(obstacles) else "kernels"
     yield _learners_attention(decoder)
 
