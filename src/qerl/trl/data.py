@@ -13,7 +13,7 @@ from qerl.tracking.atomic_file import write_atomic
 
 IMAGES = ("image", "images")
 _UNREAD = ("id", "index", "annotations", "meta", "_meta", "extras")
-"""What MCP and LangChain say of a text, and no model reads."""
+"""Keys that MCP and LangChain put beside a text; no model reads them."""
 
 
 def are_blocks(content: Any) -> bool:
