@@ -126,8 +126,8 @@ def lines_that_are_not_code(text: str) -> list[str]:
     """Return the lines that are meant as code but are rendered as text, as they are not indented."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     above_code = re.findall(r"^(?![-|] |\d\. |::: )(\S.*)\n {4}\S", text, flags=re.MULTILINE)
-    command = rf"^(?:qerl (?:{'|'.join(COMMANDS)})|make [a-z]+(?:  |$)|python -m \w+|pip install|torchrun -).*"
-    return above_code + re.findall(command, text, flags=re.MULTILINE)
+    starts = rf"qerl (?:{'|'.join(COMMANDS)})|make [a-z]+(?:  |$)|python -m \w+|pip install|torchrun -"
+    return above_code + re.findall(rf"^(?:{starts}).*", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
