@@ -65,7 +65,7 @@ SHORT = {
     "help",
     "debug",
 }
-MAX_WORDS = 37_600  # of all pages of the site
+MAX_WORDS = 36_900  # of all pages of the site
 PLACEHOLDERS = {"my_recipe", "RECIPE"}
 
 
@@ -120,6 +120,26 @@ def test_what_a_page_tells_to_type_exists(page):
 def test_the_benchmarks_of_a_page_exist(page):
     for name, arguments in benchmarks(page.read_text()):
         assert name in OWN_BENCHMARKS and not unknown(OWN_BENCHMARKS[name][0], arguments), (name, arguments)
+
+
+def lines_that_are_not_code(text: str) -> list[str]:
+    """Return the lines that are meant as code but are rendered as text, as they are not indented."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    above_code = re.findall(r"^(?![-|] |\d\. |::: )(\S.*)\n {4}\S", text, flags=re.MULTILINE)
+    starts = rf"qerl (?:{'|'.join(COMMANDS)})|make [a-z]+(?:  |$)|python -m \w+|pip install|torchrun -"
+    return above_code + re.findall(rf"^(?:{starts}).*", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_command_is_a_line_of_code(page):
+    assert not lines_that_are_not_code(page.read_text())
+
+
+@pytest.mark.parametrize(
+    "text", ["Run\n    qerl watch x", "\nqerl train demo  # the demo\n", "\nmake demo\n    make test\n"]
+)
+def test_a_command_that_is_not_indented_is_found(text):
+    assert lines_that_are_not_code(text)
 
 
 def test_every_part_of_a_config_is_on_its_page():
