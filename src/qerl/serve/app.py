@@ -189,7 +189,7 @@ class Routes:
             return body, parser.chat_of(body.to_chat())
 
         body, parsed = await self._parsed(parse, await self._body(request))
-        return await self._answer(request, parsed, ResponsesResponse(body, parsed, self._parser.name))
+        return await self._answer(request, parsed, ResponsesResponse(body, parsed, *self._names))
 
     def _parser_of(self, request: Request) -> RequestParser:
         return getattr(request.state, "parser", self._parser)
@@ -254,8 +254,11 @@ class Routes:
         self, parsed: CompletionRequest, items: StreamQueue, response: ApiResponse
     ) -> AsyncIterator[str]:
         pending, is_each_sent = parsed.pending, parsed.body.with_logprobs or parsed.body.return_token_ids
-        model, stop, keeps_end = self._parser.model, pending.sampling.stop, parsed.body.return_token_ids
-        streams = [TokenStream(model, stop, keeps_end=keeps_end) for _ in range(pending.num_choices)]
+        keeps_end, markers = parsed.body.return_token_ids, parsed.markers
+        streams = [
+            TokenStream(self._parser.model, parsed.stop, keeps_end=keeps_end, markers=markers)
+            for _ in range(pending.num_choices)
+        ]
         num_running, num_tokens = pending.num_choices, 0
         for each in response.start():
             yield each

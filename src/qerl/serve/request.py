@@ -22,6 +22,7 @@ from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody
 from qerl.serve.grammar import Grammar, Grammars
 from qerl.serve.loaded_model import LoadedModel
+from qerl.serve.marked_text import NO_MARKERS, Markers
 from qerl.serve.tools import ToolCallStream, call_schema, with_described_tools
 from qerl.tasks.prompt import render_chat
 from qerl.types import Prompt, Sampling
@@ -40,6 +41,8 @@ class CompletionRequest:
     functions: Schemas = dataclasses.field(default_factory=dict)
     """Functions whose calls are looked for in the answers, with the schemas of their arguments."""
     call_form: CallForm = HERMES
+    markers: Markers = NO_MARKERS
+    """Control tokens that are visible to what parses the answers."""
 
     @property
     def grammar_param(self) -> str:
@@ -51,6 +54,10 @@ class CompletionRequest:
         return self.pending.prompts_P
 
     @property
+    def stop(self) -> tuple[str, ...]:
+        return self.pending.sampling.stop
+
+    @property
     def with_echo(self) -> bool:
         return isinstance(self.body, CompletionBody) and self.body.echo
 
@@ -58,8 +65,13 @@ class CompletionRequest:
         """Return what splits the text of one answer into text and calls."""
         is_parallel = isinstance(self.body, ChatBody) and self.body.parallel_tool_calls
         prompt_T = self.prompts_P[0].tokens_T
-        form = HERMES if self.grammar_param == "tools" else self.call_form
-        return ToolCallStream(self.functions, is_parallel=is_parallel, prompt_T=prompt_T, form=form)
+        return ToolCallStream(
+            self.functions,
+            is_parallel=is_parallel,
+            prompt_T=prompt_T,
+            form=self.call_form,
+            markers=self.markers,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,9 +156,15 @@ class RequestParser:
         )
         if isinstance(body, CompletionBody) and body.echo and body.with_logprobs:
             pending.prompt_logprobs_P = [PromptLogprobs(body.num_top_logprobs) for _ in prompts]
-        form = form_of(self.model.engine.tokenizer.chat_template) if functions else HERMES
+        is_forced = isinstance(body, ChatBody) and body.is_forced_call  # the grammar's form is Hermes
+        form = form_of(self.model.engine.tokenizer.chat_template) if functions and not is_forced else HERMES
         return CompletionRequest(
-            body=body, pending=pending, grammar=grammar, functions=functions, call_form=form
+            body=body,
+            pending=pending,
+            grammar=grammar,
+            functions=functions,
+            call_form=form,
+            markers=Markers.of(self.model.token_bytes, form.controls if functions else ()),
         )
 
     def _seed(self, body: RequestBody, prompts: list[tuple[str, list[int]]]) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from qerl.serve.fields import CompletionBody
 from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.request import CompletionRequest
-from qerl.serve.stream import PlacedToken, place_prompt, place_tokens
+from qerl.serve.stream import PlacedToken, marked_text, place_prompt, place_tokens
 from qerl.serve.token_text import TokenBytes
 from qerl.serve.tools import ParsedCall, ToolCallStream
 from qerl.types import Sample
@@ -32,7 +32,7 @@ class ApiResponse(Protocol):
         ...
 
     def piece(self, index: int, text: str, tokens: list[PlacedToken]) -> list[str]:
-        """Return the events of a choice's next text and of the tokens since its last piece."""
+        """Return the events of a choice's next marked text and of the tokens since its last piece."""
         ...
 
     def end_choice(self, index: int, sample: Sample) -> list[str]: ...
@@ -149,7 +149,8 @@ class ChatResponse:
         return self._envelope.whole(choices, num_tokens) | self._envelope.prompt_token_ids(0)
 
     def _whole_choice(self, index: int, sample: Sample) -> Json:
-        text, calls = split_calls(self._calls[index], sample.text)
+        shown = marked_text(self._loaded, self._request.stop, sample, self._request.markers)
+        text, calls = split_calls(self._calls[index], shown)
         message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [call.to_json() for call in calls]

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from qerl.serve.fields import ChatBody, Fields, RequestBody, api_error
+from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.request import CompletionRequest
 from qerl.serve.response import event, split_calls
-from qerl.serve.stream import PlacedToken
+from qerl.serve.stream import PlacedToken, marked_text
 from qerl.serve.tools import ParsedCall
 from qerl.types import Sample
 
@@ -113,15 +114,16 @@ class ResponsesBody(RequestBody):
 class ResponsesResponse:
     """The response to one request of /v1/responses."""
 
-    def __init__(self, body: ResponsesBody, request: CompletionRequest, model: str):
-        self._body, self._request, self._model = body, request, model
+    def __init__(self, body: ResponsesBody, request: CompletionRequest, model: str, loaded: LoadedModel):
+        self._body, self._request, self._model, self._loaded = body, request, model, loaded
         self._id, self._created = _new_id("resp"), int(time.time())
         self._calls, self._numbers = request.tool_call_stream(), itertools.count()
         self._message_id, self._text, self._output = _new_id("msg"), "", list[Json]()
         self._is_open = False
 
     def whole(self, samples: list[Sample]) -> Json:
-        text, calls = split_calls(self._calls, samples[0].text)
+        shown = marked_text(self._loaded, self._request.stop, samples[0], self._request.markers)
+        text, calls = split_calls(self._calls, shown)
         output = [self._message(text)] if text or not calls else []
         output += [_function_call(call) for call in calls]
         return self._response(samples[0], output, sum(map(len, self._request.pending.tokens.values())))
