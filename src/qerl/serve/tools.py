@@ -69,7 +69,7 @@ class ToolCallStream:
         ):
             return "", []  # only its end tells
         out, calls = self._scan(is_end=False)
-        held = max((_num_shared(self._pending, each) for each in self._opens), default=0)
+        held = max((num_shared(self._pending, each) for each in self._opens), default=0)
         if not any(each in self._pending for each in self._opens):
             end = len(self._pending) - held
             out, self._pending = out + self._text(self._pending[:end]), self._pending[end:]
@@ -78,9 +78,10 @@ class ToolCallStream:
     def end(self) -> tuple[str, list[ParsedCall]]:
         """Return what is left once the answer is complete."""
         is_whole = not (self._has_text or self.num_calls)
-        if is_whole and (parsed := self._checked(bare_calls(self._form, unmarked(self._pending)))):
-            self._pending = ""
-            return "", parsed
+        for text in dict.fromkeys((spelled(self._pending), unmarked(self._pending))):
+            if is_whole and (parsed := self._checked(bare_calls(self._form, text))):
+                self._pending = ""
+                return "", parsed
         out, calls = self._scan(is_end=True)
         out, self._pending = out + self._text(self._pending), ""
         return out + ("" if self.num_calls else self._blanks), calls
@@ -145,7 +146,7 @@ class ToolCallStream:
         return f"call_{digest.hexdigest()[:24]}" if size is None else digest.hexdigest()[:size]
 
 
-def _num_shared(text: str, start: str) -> int:
+def num_shared(text: str, start: str) -> int:
     """Return how many characters at the end of the text are the beginning of `start`, but not all of it."""
     return next((n for n in range(len(start) - 1, 0, -1) if text.endswith(start[:n])), 0)
 

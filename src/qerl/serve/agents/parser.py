@@ -19,7 +19,6 @@ from qerl.serve.fields import ApiError, ChatBody, RequestBody
 from qerl.serve.grammar import Grammars
 from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.request import CompletionRequest, RequestParser
-from qerl.serve.response import split_calls
 from qerl.serve.stream import marked_text
 from qerl.types import Sample, Sampling
 
@@ -130,9 +129,11 @@ class EpisodeParser(RequestParser):
 def _reply(model: LoadedModel, request: CompletionRequest, sample: Sample) -> Message:
     """Return the message that the client gets, as a chat's messages are parsed."""
     shown = marked_text(model, request.stop, sample, request.markers)
-    text, calls = split_calls(request.tool_call_stream(), shown)
-    reply: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls:
-        functions = [{"name": each.name, "arguments": json.loads(each.arguments)} for each in calls]
+    answer = request.answer_stream().whole(shown)
+    reply: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        reply["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        functions = [{"name": each.name, "arguments": json.loads(each.arguments)} for each in answer.calls]
         reply["tool_calls"] = [{"id": "", "type": "function", "function": each} for each in functions]
     return reply
