@@ -17,7 +17,8 @@ pytest.importorskip("starlette")
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }} "
-    "{% if m['reasoning_content'] and loop.index > ns.last %}<think>{{ m['reasoning_content'] }}</think>{% endif %}{{ m['content'] }}"
+    "{% if m['reasoning_content'] and loop.index > ns.last %}"
+    "<think>{{ m['reasoning_content'] }}</think>{% endif %}{{ m['content'] }}"
     "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
@@ -88,3 +89,11 @@ def test_a_later_answer_without_its_own_reasoning_drops_the_earlier_too(model):
     (first, second), _ = parts_of(model, *turns)
     assert len(first.samples_G[0].environment_spans) == 1
     assert "why" not in model.engine.tokenizer.decode(second.prompt.tokens_T)
+
+
+def test_malformed_calls_of_an_episode_are_counted_once_each(model, monkeypatch):
+    monkeypatch.setitem(
+        globals(), "ANSWER", "<think><tool_call></think><tool_call>{} <tool_call>[1]<|im_end|>"
+    )
+    _, record = parts_of(model, [ASKED], [NEXT])
+    assert record.num_malformed_calls == 4

@@ -162,6 +162,7 @@ def recorded(model: LoadedModel, **options):
         return [json.loads(line.removeprefix("data: ")) for line in lines]
 
     with TestClient(app, base_url="http://localhost") as client:
+        post.metrics = lambda: client.get("/metrics").text
         yield post
 
 

@@ -136,3 +136,17 @@ def test_without_functions_and_in_completions_control_tokens_are_not_seen(post):
     assert post(ANSWER, path="/v1/completions", prompt="hi")["choices"][0]["text"] == text
     malformed = post("[TOOL_CALLS]other[ARGS]{}", **ASK)["choices"][0]["message"]
     assert malformed["content"] == "other{}" and "tool_calls" not in malformed
+
+
+def test_malformed_calls_are_counted(post):
+    def count():
+        (line,) = [each for each in post.metrics().splitlines() if each.startswith("qerl_malformed_tool")]
+        return int(line.split()[1])
+
+    before, tool = count(), {"type": "function", "name": "add"}
+    post("[TOOL_CALLS]other[ARGS]{}", **ASK)
+    post("[TOOL_CALLS]add[ARGS]{", **ASK, stream=True)
+    post("[TOOL_CALLS]add[ARGS]7", path="/v1/responses", input="hi", tools=[tool])
+    post(ANSWER, **ASK)
+    post("[TOOL_CALLS]add[ARGS]7", messages=ASK["messages"])
+    assert count() == before + 3

@@ -109,6 +109,7 @@ def _show_engine(metrics: ServerMetrics, batcher: Batcher) -> None:
     show("qerl_requests_waiting", "Requests without a token.", lambda: batcher.num_waiting)
     show("qerl_prompt_tokens_total", "Prompt tokens of requests.", lambda: batcher.num_prompt_tokens)
     show("qerl_generated_tokens_total", "Tokens sampled.", lambda: batcher.num_generated_tokens)
+    show("qerl_malformed_tool_calls_total", "Calls that are text.", lambda: metrics.num_malformed_calls)
     show("qerl_kv_pages_used", "Pages of KV cache in use.", lambda: batcher.kv_pages[0])
     show("qerl_kv_pages", "Pages of KV cache.", lambda: batcher.kv_pages[1])
 
@@ -209,13 +210,13 @@ class Routes:
                 parsed.grammar.close()
             raise _api_error(error) from None
         if items is not None:
-            return EventStream(self._events(parsed, items, response), lambda: self._end(parsed))
+            return EventStream(self._events(parsed, items, response), lambda: self._end(parsed, response))
         try:
             samples = await _samples(http, pending)
             write = lambda: JSONResponse(response.whole(samples))  # noqa: E731
             return await asyncio.get_running_loop().run_in_executor(self._write_thread, write)
         finally:
-            self._end(parsed)
+            self._end(parsed, response)
 
     async def _compile(self, parsed: CompletionRequest) -> None:
         """Compile the grammar, if any; few at once, which leaves processors to the engine."""
@@ -227,12 +228,13 @@ class Routes:
         except UserError as error:
             raise ApiError(400, f"{parsed.grammar_param}: {error}", param=parsed.grammar_param) from None
 
-    def _end(self, parsed: CompletionRequest) -> None:
+    def _end(self, parsed: CompletionRequest, response: ApiResponse) -> None:
         """Free the request's place if it is not complete, and count it."""
         pending = parsed.pending
         self._batcher.cancel(pending)
         if parsed.grammar is not None:
             parsed.grammar.close()
+        self._metrics.num_malformed_calls += response.num_malformed_calls
         if pending.first_token_s is not None:
             self._metrics.first_token.observe(pending.first_token_s - pending.entered_s)
         self._metrics.duration.observe(time.monotonic() - pending.entered_s)

@@ -25,6 +25,9 @@ Json = dict[str, Any]
 class ApiResponse(Protocol):
     """The response to one request."""
 
+    @property
+    def num_malformed_calls(self) -> int: ...
+
     def whole(self, samples: list[Sample]) -> Json: ...
 
     def start(self) -> list[str]:
@@ -83,6 +86,8 @@ class Envelope:
 
 
 class CompletionResponse:
+    num_malformed_calls = 0
+
     def __init__(self, request: CompletionRequest, model: str, loaded: LoadedModel):
         self._request, self._loaded = request, loaded
         self._envelope = Envelope("cmpl", "text_completion", "text_completion", request, model)
@@ -142,6 +147,10 @@ class ChatResponse:
         self._request, self._loaded = request, loaded
         self._envelope = Envelope("chatcmpl", "chat.completion", "chat.completion.chunk", request, model)
         self._streams = [request.answer_stream() for _ in range(request.pending.num_choices)]
+
+    @property
+    def num_malformed_calls(self) -> int:
+        return sum(each.num_malformed for each in self._streams)
 
     def whole(self, samples: list[Sample]) -> Json:
         choices = [self._whole_choice(i, sample) for i, sample in enumerate(samples)]

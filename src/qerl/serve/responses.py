@@ -126,6 +126,10 @@ class ResponsesResponse:
         self._message_id, self._text, self._output = _new_id("msg"), "", list[Json]()
         self._is_open, self._reasoning = False, None
 
+    @property
+    def num_malformed_calls(self) -> int:
+        return self._stream.num_malformed
+
     def whole(self, samples: list[Sample]) -> Json:
         shown = marked_text(self._loaded, self._request.stop, samples[0], self._request.markers)
         answer = self._stream.whole(shown)

@@ -80,6 +80,7 @@ class EpisodeRecord:
         self.calls: list[AnsweredCall] = []
         """The calls, with their answers once the episode is over."""
         self._num_calls = 0
+        self.num_malformed_calls = 0
         self._answers: list[RecordedAnswer] = []
         self._by_messages: dict[str, list[RecordedAnswer]] = {}
         self._by_tokens: dict[tuple[int, bytes], RecordedAnswer] = {}
@@ -209,9 +210,17 @@ class EpisodeRecord:
             answer = self._by_tokens.get((length, digest.copy().digest())) or answer
         return answer
 
-    def add(self, call: RecordedCall, choice: int, sample: Sample, reply: Message | None) -> None:
+    def add(
+        self,
+        call: RecordedCall,
+        choice: int,
+        sample: Sample,
+        reply: Message | None,
+        num_malformed_calls: int = 0,
+    ) -> None:
         """Record an answer. reply: the message that the client gets; None for a plain text."""
         with self._lock:
+            self.num_malformed_calls += num_malformed_calls
             answer = RecordedAnswer(call=call, choice=choice, sample=sample)
             self._answers.append(answer)
             if call.answered is not None:
