@@ -186,7 +186,7 @@ class ServeOptions:
     then forge a system turn. The prompts of /v1/completions are read as written."""
 
     reasoning_parser: Literal["auto", "none", "think", "harmony"] = "auto"
-    """Where the reasoning of a chat's answer is: between <think> and </think>, or in harmony's analysis
+    """Form of the reasoning in a chat's answer: between <think> and </think>, or in harmony's analysis
     channel; auto: as the chat template shows."""
 
     tool_call_parser: Literal[
