@@ -80,6 +80,8 @@ class Episode:
     """Share of the episode's time in which no call of the model was running."""
     metrics: dict[str, float]
     """The agent's own, by name."""
+    num_malformed_calls: int = 0
+    """Calls in answers that could not be read, or that call no function of the request."""
     turn_starts: tuple[int, ...] = ()
     """Numbers of tokens sampled before each answer from which a branch of the episode may begin."""
 

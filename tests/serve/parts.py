@@ -6,20 +6,23 @@ import socket
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import torch
+from starlette.testclient import TestClient
 
 import tiny_run
 from models import tiny
 from qerl.config import ModelConfig
 from qerl.config.options import ServeOptions
+from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.serve.app import make_app
 from qerl.serve.batcher import Batcher
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.request import RequestParser
 from qerl.serve.server import make_server
-from qerl.types import Prompt
+from qerl.types import Prompt, Sample
 
 NAME = "tiny"
 LIMITS = {"max_prompt_tokens": 60, "max_tokens": 900, "max_samples": 4, "max_body_bytes": 2000}
@@ -124,3 +127,46 @@ def logits_of(model, tokens_T):
     """Return the logits after each of the tokens, of one forward pass without a KV cache."""
     with torch.no_grad():
         return tiny.logits_of(model.engine._decoder, torch.tensor(tokens_T))
+
+
+class RecordedParser(RequestParser):
+    """Has each choice answered with what the tokenizer makes of `answer`."""
+
+    answer = ""
+
+    def _request(self, *args, **kwargs):
+        request = super()._request(*args, **kwargs)
+        engine = self.model.engine
+        tokens_T = list(engine.tokenizer(self.answer, add_special_tokens=False)["input_ids"])
+        text = Detokenizer(engine.tokenizer, ()).decode(tokens_T)
+        sample = Sample(
+            tokens_T=tokens_T, logprobs_T=[0.0] * len(tokens_T), text=text, finish="stop", version=0
+        )
+        request.pending.recorded = [sample] * request.pending.num_choices
+        return request
+
+
+@contextlib.contextmanager
+def recorded(model: LoadedModel, **options):
+    """post(answer, body) -> the response to a chat, or the deltas of a stream, with this answer."""
+    parser = RecordedParser(model=model, options=ServeOptions(**(LIMITS | options)), name=NAME)
+    app = make_app(parser, batcher_of(model), api_key=None)
+
+    def post(answer: str, *, path: str = "/v1/chat/completions", **body):
+        with mock.patch.object(RecordedParser, "answer", answer):
+            reply = client.post(path, json={"model": NAME, **body})
+        assert reply.status_code == 200, reply.text
+        if not body.get("stream"):
+            return reply.json()
+        lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    with TestClient(app, base_url="http://localhost") as client:
+        post.metrics = lambda: client.get("/metrics").text
+        yield post
+
+
+def add_special_tokens(model: LoadedModel, *texts: str) -> None:
+    model.engine.tokenizer.add_special_tokens({"additional_special_tokens": [*texts]})
+    assert len(model.engine.tokenizer) <= model.engine.vocab_size
+    vars(model).pop("token_bytes", None)

@@ -8,14 +8,16 @@ import re
 
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 import tiny_run
 from qerl.config import TaskConfig
 from qerl.errors import RunError, UserError
+from qerl.serve.call_forms.choice import form_of
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call
 from qerl.trl import GRPOConfig, GRPOTrainer
-from qerl.trl.tools import make_environment, with_tool_calls
+from qerl.trl.tools import make_environment, of_conversations, with_tool_calls
 from qerl.types import Group, Prompt, Sample
 
 
@@ -321,3 +323,32 @@ def test_a_run_in_which_most_episodes_fail_ends_with_an_error(model, tmp_path):
     trainer = GRPOTrainer(model, args=args, train_dataset=rows, environment_factory=Broken)
     with pytest.raises(UserError, match=r"^evaluate: 24 of 32 episodes have failed"):
         trainer.evaluate(rows)
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "glm45", "mistral", "llama3"])
+def test_turns_are_read_in_the_form_of_the_tokenizers_template(name):
+    form = form_of("", name)
+    text = {
+        "qwen_xml": "<tool_call><function=add>\n<parameter=left>1</parameter></function></tool_call>",
+        "glm45": "<tool_call>add\n<arg_key>left</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "mistral": 'add{"left": 1}',
+        "llama3": '{"name": "add", "parameters": {"left": 1}}',
+    }[name]
+    turns = [{"role": "assistant", "content": text}]
+    (turn,) = with_tool_calls(turns, {"add"}, form)
+    assert turn["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"left": 1}}}]
+    seen = of_conversations(lambda completions: completions, {"add"}, form)(completions=[turns])
+    assert seen == [[turn]]
+
+
+def test_a_trainer_takes_the_form_of_its_tokenizer(model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template += "{# <function= #}"
+    rows = [{"prompt": [{"role": "user", "content": "Go."}]}]
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), per_device_train_batch_size=8, max_steps=1)
+    trainer = GRPOTrainer(
+        model, lambda completions: [0.0], args, rows, tools=[add], processing_class=tokenizer
+    )
+    assert trainer._rewards[-1].call_form.name == "qwen_xml"
+    plain = GRPOTrainer(model, lambda completions: [0.0], args, rows, tools=[add])
+    assert plain._rewards[-1].call_form.name == "hermes"

@@ -185,6 +185,15 @@ class ServeOptions:
     """Read control tokens in the text of chat messages as control tokens, not as text: a client's message may
     then forge a system turn. The prompts of /v1/completions are read as written."""
 
+    reasoning_parser: Literal["auto", "none", "think", "harmony"] = "auto"
+    """Form of the reasoning in a chat's answer: between <think> and </think>, or in harmony's analysis
+    channel; auto: as the chat template shows."""
+
+    tool_call_parser: Literal[
+        "auto", "glm4", "glm45", "granite", "harmony", "hermes", "llama3", "mistral", "phi4", "qwen_xml"
+    ] = "auto"
+    """Form of tool calls in answers; auto: that of the chat template."""
+
     max_body_bytes: int = 262_144
     """Maximum size of a request's body, in bytes."""
 

@@ -109,6 +109,7 @@ def _show_engine(metrics: ServerMetrics, batcher: Batcher) -> None:
     show("qerl_requests_waiting", "Requests without a token.", lambda: batcher.num_waiting)
     show("qerl_prompt_tokens_total", "Prompt tokens of requests.", lambda: batcher.num_prompt_tokens)
     show("qerl_generated_tokens_total", "Tokens sampled.", lambda: batcher.num_generated_tokens)
+    show("qerl_malformed_tool_calls_total", "Calls that are text.", lambda: metrics.num_malformed_calls)
     show("qerl_kv_pages_used", "Pages of KV cache in use.", lambda: batcher.kv_pages[0])
     show("qerl_kv_pages", "Pages of KV cache.", lambda: batcher.kv_pages[1])
 
@@ -189,7 +190,7 @@ class Routes:
             return body, parser.chat_of(body.to_chat())
 
         body, parsed = await self._parsed(parse, await self._body(request))
-        return await self._answer(request, parsed, ResponsesResponse(body, parsed, self._parser.name))
+        return await self._answer(request, parsed, ResponsesResponse(body, parsed, *self._names))
 
     def _parser_of(self, request: Request) -> RequestParser:
         return getattr(request.state, "parser", self._parser)
@@ -209,13 +210,13 @@ class Routes:
                 parsed.grammar.close()
             raise _api_error(error) from None
         if items is not None:
-            return EventStream(self._events(parsed, items, response), lambda: self._end(parsed))
+            return EventStream(self._events(parsed, items, response), lambda: self._end(parsed, response))
         try:
             samples = await _samples(http, pending)
             write = lambda: JSONResponse(response.whole(samples))  # noqa: E731
             return await asyncio.get_running_loop().run_in_executor(self._write_thread, write)
         finally:
-            self._end(parsed)
+            self._end(parsed, response)
 
     async def _compile(self, parsed: CompletionRequest) -> None:
         """Compile the grammar, if any; few at once, which leaves processors to the engine."""
@@ -227,12 +228,13 @@ class Routes:
         except UserError as error:
             raise ApiError(400, f"{parsed.grammar_param}: {error}", param=parsed.grammar_param) from None
 
-    def _end(self, parsed: CompletionRequest) -> None:
+    def _end(self, parsed: CompletionRequest, response: ApiResponse) -> None:
         """Free the request's place if it is not complete, and count it."""
         pending = parsed.pending
         self._batcher.cancel(pending)
         if parsed.grammar is not None:
             parsed.grammar.close()
+        self._metrics.num_malformed_calls += response.num_malformed_calls
         if pending.first_token_s is not None:
             self._metrics.first_token.observe(pending.first_token_s - pending.entered_s)
         self._metrics.duration.observe(time.monotonic() - pending.entered_s)
@@ -254,8 +256,11 @@ class Routes:
         self, parsed: CompletionRequest, items: StreamQueue, response: ApiResponse
     ) -> AsyncIterator[str]:
         pending, is_each_sent = parsed.pending, parsed.body.with_logprobs or parsed.body.return_token_ids
-        model, stop, keeps_end = self._parser.model, pending.sampling.stop, parsed.body.return_token_ids
-        streams = [TokenStream(model, stop, keeps_end=keeps_end) for _ in range(pending.num_choices)]
+        keeps_end, markers = parsed.body.return_token_ids, parsed.markers
+        streams = [
+            TokenStream(self._parser.model, parsed.stop, keeps_end=keeps_end, markers=markers)
+            for _ in range(pending.num_choices)
+        ]
         num_running, num_tokens = pending.num_choices, 0
         for each in response.start():
             yield each

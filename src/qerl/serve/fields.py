@@ -114,10 +114,12 @@ class ChatMessage(Fields):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        has_other = self.role == "assistant" and (self.tool_calls or self.reasoning_content)
+        if self.content is None and not has_other:
             raise ValueError("content is missing")
         return self
 
@@ -128,6 +130,8 @@ class ChatMessage(Fields):
             calls = [(call.id, call.function.for_template()) for call in self.tool_calls]
             message["tool_calls"] = [{"id": i, "type": "function", "function": each} for i, each in calls]
         optional = {"tool_call_id": self.tool_call_id, "name": self.name}
+        if self.role == "assistant" and self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         return message | {name: value for name, value in optional.items() if value is not None}
 
 

@@ -77,6 +77,7 @@ class ServerMetrics:
             "From a request's entry into the queue to the end of its answer.",
             _DURATION_BOUNDS_S,
         )
+        self.num_malformed_calls = 0
         self._read = list[tuple[str, str, Callable[[], float]]]()
 
     def add_read(self, name: str, help_text: str, read: Callable[[], float]) -> None:

@@ -22,6 +22,8 @@ from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody
 from qerl.serve.grammar import Grammar, Grammars
 from qerl.serve.loaded_model import LoadedModel
+from qerl.serve.marked_text import NO_MARKERS, Markers
+from qerl.serve.reasoning import AnswerStream, ReasoningForm, reasoning_of
 from qerl.serve.tools import ToolCallStream, call_schema, with_described_tools
 from qerl.tasks.prompt import render_chat
 from qerl.types import Prompt, Sampling
@@ -29,6 +31,8 @@ from qerl.types import Prompt, Sampling
 # Arguments of the functions that render, `self` too, which are no variables of a template.
 _RENDERING = PreTrainedTokenizerBase.apply_chat_template, render_jinja_template, jinja2.Template.render
 _RESERVED = {name for each in _RENDERING for name in inspect.signature(each).parameters} | {"messages"}
+
+_NUM_END_TOKENS = 32  # of a prompt, more than <think> and blanks have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +44,11 @@ class CompletionRequest:
     functions: Schemas = dataclasses.field(default_factory=dict)
     """Functions whose calls are looked for in the answers, with the schemas of their arguments."""
     call_form: CallForm = HERMES
+    reasoning: ReasoningForm | None = None
+    prompt_end: str = ""
+    """The last tokens of the prompt as text, which may open the reasoning."""
+    markers: Markers = NO_MARKERS
+    """Control tokens that are visible to what parses the answers."""
 
     @property
     def grammar_param(self) -> str:
@@ -51,15 +60,26 @@ class CompletionRequest:
         return self.pending.prompts_P
 
     @property
+    def stop(self) -> tuple[str, ...]:
+        return self.pending.sampling.stop
+
+    @property
     def with_echo(self) -> bool:
         return isinstance(self.body, CompletionBody) and self.body.echo
 
-    def tool_call_stream(self) -> ToolCallStream:
-        """Return what splits the text of one answer into text and calls."""
+    def answer_stream(self) -> AnswerStream:
+        """Return what splits the marked text of one answer into reasoning, text and calls."""
         is_parallel = isinstance(self.body, ChatBody) and self.body.parallel_tool_calls
         prompt_T = self.prompts_P[0].tokens_T
-        form = HERMES if self.grammar_param == "tools" else self.call_form
-        return ToolCallStream(self.functions, is_parallel=is_parallel, prompt_T=prompt_T, form=form)
+        calls = ToolCallStream(
+            self.functions,
+            is_parallel=is_parallel,
+            prompt_T=prompt_T,
+            form=self.call_form,
+            markers=self.markers,
+        )
+        reasoning = self.reasoning
+        return AnswerStream(reasoning and reasoning.splitter(self.markers, self.prompt_end), calls)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,9 +164,22 @@ class RequestParser:
         )
         if isinstance(body, CompletionBody) and body.echo and body.with_logprobs:
             pending.prompt_logprobs_P = [PromptLogprobs(body.num_top_logprobs) for _ in prompts]
-        form = form_of(self.model.engine.tokenizer.chat_template) if functions else HERMES
+        is_forced = isinstance(body, ChatBody) and body.is_forced_call  # the grammar's form is Hermes
+        tokenizer, options = self.model.engine.tokenizer, self.options
+        template = tokenizer.chat_template
+        form = HERMES if is_forced else form_of(template, options.tool_call_parser)
+        has_reasoning = isinstance(body, ChatBody) and grammar is None  # a grammar begins at the first token
+        reasoning = reasoning_of(template, options.reasoning_parser) if has_reasoning else None
+        controls = (*(form.controls if functions else ()), *(reasoning.controls if reasoning else ()))
         return CompletionRequest(
-            body=body, pending=pending, grammar=grammar, functions=functions, call_form=form
+            body=body,
+            pending=pending,
+            grammar=grammar,
+            functions=functions,
+            call_form=form,
+            reasoning=reasoning,
+            prompt_end=str(tokenizer.decode(prompts[-1][1][-_NUM_END_TOKENS:])) if reasoning else "",
+            markers=Markers.of(self.model.token_bytes, controls),
         )
 
     def _seed(self, body: RequestBody, prompts: list[tuple[str, list[int]]]) -> int:

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from qerl.serve.fields import CompletionBody
 from qerl.serve.loaded_model import LoadedModel
+from qerl.serve.reasoning import AnswerPiece
 from qerl.serve.request import CompletionRequest
-from qerl.serve.stream import PlacedToken, place_prompt, place_tokens
+from qerl.serve.stream import PlacedToken, marked_text, place_prompt, place_tokens
 from qerl.serve.token_text import TokenBytes
-from qerl.serve.tools import ParsedCall, ToolCallStream
 from qerl.types import Sample
 
 Json = dict[str, Any]
@@ -25,6 +25,9 @@ Json = dict[str, Any]
 class ApiResponse(Protocol):
     """The response to one request."""
 
+    @property
+    def num_malformed_calls(self) -> int: ...
+
     def whole(self, samples: list[Sample]) -> Json: ...
 
     def start(self) -> list[str]:
@@ -32,7 +35,7 @@ class ApiResponse(Protocol):
         ...
 
     def piece(self, index: int, text: str, tokens: list[PlacedToken]) -> list[str]:
-        """Return the events of a choice's next text and of the tokens since its last piece."""
+        """Return the events of a choice's next marked text and of the tokens since its last piece."""
         ...
 
     def end_choice(self, index: int, sample: Sample) -> list[str]: ...
@@ -83,6 +86,8 @@ class Envelope:
 
 
 class CompletionResponse:
+    num_malformed_calls = 0
+
     def __init__(self, request: CompletionRequest, model: str, loaded: LoadedModel):
         self._request, self._loaded = request, loaded
         self._envelope = Envelope("cmpl", "text_completion", "text_completion", request, model)
@@ -141,7 +146,11 @@ class ChatResponse:
     def __init__(self, request: CompletionRequest, model: str, loaded: LoadedModel):
         self._request, self._loaded = request, loaded
         self._envelope = Envelope("chatcmpl", "chat.completion", "chat.completion.chunk", request, model)
-        self._calls = [request.tool_call_stream() for _ in range(request.pending.num_choices)]
+        self._streams = [request.answer_stream() for _ in range(request.pending.num_choices)]
+
+    @property
+    def num_malformed_calls(self) -> int:
+        return sum(each.num_malformed for each in self._streams)
 
     def whole(self, samples: list[Sample]) -> Json:
         choices = [self._whole_choice(i, sample) for i, sample in enumerate(samples)]
@@ -149,10 +158,14 @@ class ChatResponse:
         return self._envelope.whole(choices, num_tokens) | self._envelope.prompt_token_ids(0)
 
     def _whole_choice(self, index: int, sample: Sample) -> Json:
-        text, calls = split_calls(self._calls[index], sample.text)
-        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if calls:
-            message["tool_calls"] = [call.to_json() for call in calls]
+        shown = marked_text(self._loaded, self._request.stop, sample, self._request.markers)
+        answer = self._streams[index].whole(shown)
+        content = answer.text or (None if answer.calls else "")
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [call.to_json() for call in answer.calls]
         tokens = _placed(self._loaded, self._request, index, sample)
         return {
             "index": index,
@@ -165,17 +178,18 @@ class ChatResponse:
     def start(self) -> list[str]:
         chunks = [
             self._envelope.chunk([self._choice(index, {"role": "assistant", "content": ""})])
-            for index in range(len(self._calls))
+            for index in range(len(self._streams))
         ]
         return [event(chunk | self._envelope.prompt_token_ids(0)) for chunk in chunks]
 
     def piece(self, index: int, text: str, tokens: list[PlacedToken]) -> list[str]:
-        return self._events(index, *self._calls[index].add(text), tokens)
+        return self._events(index, self._streams[index].add(text), tokens)
 
-    def _events(self, index: int, text: str, calls: list[ParsedCall], tokens: list[PlacedToken]) -> list[str]:
-        delta: Json = {"content": text} if text else {}
+    def _events(self, index: int, answer: AnswerPiece, tokens: list[PlacedToken]) -> list[str]:
+        parts, calls = {"reasoning_content": answer.reasoning, "content": answer.text}, answer.calls
+        delta: Json = {name: text for name, text in parts.items() if text}
         if calls:
-            first = self._calls[index].num_calls - len(calls)
+            first = self._streams[index].num_calls - len(calls)
             delta["tool_calls"] = [{"index": first + i, **call.to_json()} for i, call in enumerate(calls)]
         logprobs, ids = self._logprobs(tokens) if tokens else None, self._envelope.token_ids(tokens)
         if not (delta or logprobs or ids.get("token_ids")):
@@ -184,7 +198,7 @@ class ChatResponse:
         return [event(self._envelope.chunk([choice]))]
 
     def end_choice(self, index: int, sample: Sample) -> list[str]:
-        events = self._events(index, *self._calls[index].end(), [])
+        events = self._events(index, self._streams[index].end(), [])
         last = self._choice(index, {}) | {"finish_reason": self._finish(index, sample)}
         return [*events, event(self._envelope.chunk([last]))]
 
@@ -195,16 +209,10 @@ class ChatResponse:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _finish(self, index: int, sample: Sample) -> str | None:
-        return "tool_calls" if self._calls[index].num_calls else sample.finish
+        return "tool_calls" if self._streams[index].num_calls else sample.finish
 
     def _logprobs(self, tokens: list[PlacedToken]) -> Json | None:
         return _chat_logprobs(self._loaded.token_bytes, tokens) if self._request.body.with_logprobs else None
-
-
-def split_calls(stream: ToolCallStream, text: str) -> tuple[str, list[ParsedCall]]:
-    """Return the text and the calls of a whole answer."""
-    (before, calls), (after, last) = stream.add(text), stream.end()
-    return before + after, calls + last
 
 
 def _placed(loaded: LoadedModel, request: CompletionRequest, index: int, sample: Sample) -> list[PlacedToken]:

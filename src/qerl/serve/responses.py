@@ -7,29 +7,33 @@ message, then the function calls.
 import itertools
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
 from qerl.serve.fields import ChatBody, Fields, RequestBody, api_error
+from qerl.serve.loaded_model import LoadedModel
+from qerl.serve.reasoning import AnswerPiece
 from qerl.serve.request import CompletionRequest
-from qerl.serve.response import event, split_calls
-from qerl.serve.stream import PlacedToken
+from qerl.serve.response import event
+from qerl.serve.stream import PlacedToken, marked_text
 from qerl.serve.tools import ParsedCall
 from qerl.types import Sample
 
 Json = dict[str, Any]
+_ITEM = "response.output_item"
 
 
 class ContentPart(Fields):
-    type: Literal["input_text", "output_text", "text", "refusal"]
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text"]
     text: str = ""
 
 
 class InputItem(Fields):
-    """A message, a function call of the model, or its output."""
+    """A message, a function call of the model, its output, or the model's reasoning."""
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
@@ -44,6 +48,8 @@ class InputItem(Fields):
             return {"role": "assistant", "content": None, "tool_calls": [call]}
         if self.type == "function_call_output":
             return {"role": "tool", "content": _text(self.output), "tool_call_id": self.call_id}
+        if self.type == "reasoning":
+            return {"role": "assistant", "content": "", "reasoning_content": _text(self.content)}
         return {"role": self.role, "content": _text(self.content)}
 
 
@@ -113,17 +119,23 @@ class ResponsesBody(RequestBody):
 class ResponsesResponse:
     """The response to one request of /v1/responses."""
 
-    def __init__(self, body: ResponsesBody, request: CompletionRequest, model: str):
-        self._body, self._request, self._model = body, request, model
+    def __init__(self, body: ResponsesBody, request: CompletionRequest, model: str, loaded: LoadedModel):
+        self._body, self._request, self._model, self._loaded = body, request, model, loaded
         self._id, self._created = _new_id("resp"), int(time.time())
-        self._calls, self._numbers = request.tool_call_stream(), itertools.count()
+        self._stream, self._numbers = request.answer_stream(), itertools.count()
         self._message_id, self._text, self._output = _new_id("msg"), "", list[Json]()
-        self._is_open = False
+        self._is_open, self._reasoning = False, None
+
+    @property
+    def num_malformed_calls(self) -> int:
+        return self._stream.num_malformed
 
     def whole(self, samples: list[Sample]) -> Json:
-        text, calls = split_calls(self._calls, samples[0].text)
-        output = [self._message(text)] if text or not calls else []
-        output += [_function_call(call) for call in calls]
+        shown = marked_text(self._loaded, self._request.stop, samples[0], self._request.markers)
+        answer = self._stream.whole(shown)
+        output = [_reasoning(_new_id("rs"), answer.reasoning)] if answer.reasoning else []
+        output += [self._message(answer.text)] if answer.text or not answer.calls else []
+        output += [_function_call(call) for call in answer.calls]
         return self._response(samples[0], output, sum(map(len, self._request.pending.tokens.values())))
 
     def start(self) -> list[str]:
@@ -131,20 +143,53 @@ class ResponsesResponse:
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def piece(self, index: int, text: str, tokens: list[PlacedToken]) -> list[str]:
-        text, calls = self._calls.add(text)
-        return self._text_events(text) + self._call_events(calls)
+        return self._answer_events(self._stream.add(text))
 
     def end_choice(self, index: int, sample: Sample) -> list[str]:
-        text, calls = self._calls.end()
-        events, self._last = self._text_events(text), sample
-        has_call = bool(calls) or any(item["type"] == "function_call" for item in self._output)
+        answer, self._last = self._stream.end(), sample
+        events = self._reasoning_events(answer.reasoning) + self._text_events(answer.text)
+        has_call = bool(answer.calls) or any(item["type"] == "function_call" for item in self._output)
         if not (self._text or has_call):
             events += self._open()
-        return events + self._close() + self._call_events(calls)
+        return events + self._close() + self._close_reasoning() + self._call_events(answer.calls)
 
     def end(self, num_tokens: int) -> list[str]:
         response = self._response(self._last, self._output, num_tokens)
         return [self._event(f"response.{response['status']}", response=response)]
+
+    def _answer_events(self, answer: AnswerPiece) -> list[str]:
+        events = self._reasoning_events(answer.reasoning) + self._text_events(answer.text)
+        return events + self._call_events(answer.calls)
+
+    def _reasoning_events(self, text: str) -> list[str]:
+        if not text:
+            return []
+        events = self._close()
+        if self._reasoning is None:
+            self._reasoning = _reasoning(_new_id("rs"), "")
+            item = self._reasoning | {"status": "in_progress", "content": []}
+            events += [self._event(f"{_ITEM}.added", output_index=len(self._output), item=item)]
+        (part,), place = self._reasoning["content"], self._reasoning_place
+        part["text"] += text
+        return [*events, self._event("response.reasoning_text.delta", **place, delta=text)]
+
+    @property
+    def _reasoning_place(self) -> Json:
+        assert self._reasoning is not None
+        return {"item_id": self._reasoning["id"], "output_index": len(self._output), "content_index": 0}
+
+    def _close_reasoning(self) -> list[str]:
+        """End the reasoning, if it has begun."""
+        if (item := self._reasoning) is None:
+            return []
+        (part,), place = item["content"], self._reasoning_place
+        events = [
+            self._event("response.reasoning_text.done", **place, text=part["text"]),
+            self._event(f"{_ITEM}.done", output_index=len(self._output), item=item),
+        ]
+        self._output.append(item)
+        self._reasoning = None
+        return events
 
     def _text_events(self, text: str) -> list[str]:
         if not text:
@@ -158,9 +203,10 @@ class ResponsesResponse:
         return {"item_id": self._message_id, "output_index": len(self._output), "content_index": 0}
 
     def _open(self) -> list[str]:
+        events = self._close_reasoning()
         self._is_open, item = True, self._message("") | {"status": "in_progress", "content": []}
-        added = self._event("response.output_item.added", output_index=len(self._output), item=item)
-        return [added, self._event("response.content_part.added", **self._place, part=_part(""))]
+        added = self._event(f"{_ITEM}.added", output_index=len(self._output), item=item)
+        return [*events, added, self._event("response.content_part.added", **self._place, part=_part(""))]
 
     def _close(self) -> list[str]:
         """End the message, if it has begun."""
@@ -170,24 +216,24 @@ class ResponsesResponse:
         events = [
             self._event("response.output_text.done", **self._place, text=self._text, logprobs=[]),
             self._event("response.content_part.done", **self._place, part=_part(self._text)),
-            self._event("response.output_item.done", output_index=len(self._output), item=item),
+            self._event(f"{_ITEM}.done", output_index=len(self._output), item=item),
         ]
         self._output.append(item)
         self._is_open, self._text, self._message_id = False, "", _new_id("msg")
         return events
 
-    def _call_events(self, calls: list[ParsedCall]) -> list[str]:
-        events = self._close() if calls else []
+    def _call_events(self, calls: Sequence[ParsedCall]) -> list[str]:
+        events = self._close() + self._close_reasoning() if calls else []
         for call in calls:
             item, index = _function_call(call), len(self._output)
             started, arguments = item | {"status": "in_progress", "arguments": ""}, item["arguments"]
             place = {"item_id": item["id"], "output_index": index}
             kind = "response.function_call_arguments"
             events += [
-                self._event("response.output_item.added", output_index=index, item=started),
+                self._event(f"{_ITEM}.added", output_index=index, item=started),
                 self._event(f"{kind}.delta", **place, delta=arguments),
                 self._event(f"{kind}.done", **place, name=call.name, arguments=arguments),
-                self._event("response.output_item.done", output_index=index, item=item),
+                self._event(f"{_ITEM}.done", output_index=index, item=item),
             ]
             self._output.append(item)
         return events
@@ -231,6 +277,11 @@ class ResponsesResponse:
 
 def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _reasoning(item_id: str, text: str) -> Json:
+    part = {"type": "reasoning_text", "text": text}
+    return {"type": "reasoning", "id": item_id, "status": "completed", "summary": [], "content": [part]}
 
 
 def _text(content: str | list[ContentPart] | None) -> str | None:

@@ -8,6 +8,7 @@ of a whole answer: tests/serve/test_stream.py, tests/serve/test_token_text.py.
 import dataclasses
 
 from qerl.serve.loaded_model import LoadedModel
+from qerl.serve.marked_text import NO_MARKERS, Markers
 from qerl.serve.token_text import TokenBytes, TokenReader, TokenText
 from qerl.types import Sample, TokenLogprob
 
@@ -61,12 +62,21 @@ class TokenStream:
     """The pieces of a sample's text, each with the tokens that end in it.
 
     keeps_end: the token that ended the sample, and those of a stop string, come too, without bytes.
+    markers: control tokens that the pieces show, marked; places are those of the text without them.
     """
 
-    def __init__(self, model: LoadedModel, stop: tuple[str, ...], *, keeps_end: bool):
+    def __init__(
+        self,
+        model: LoadedModel,
+        stop: tuple[str, ...],
+        *,
+        keeps_end: bool,
+        markers: Markers = NO_MARKERS,
+    ):
         self._stop_tokens, self._keeps_end = model.engine.stop_token_ids, keeps_end
         self._text = TextStream(model, stop)
         self._waiting: list[TokenLogprob] = []
+        self._markers, self._num_chars = markers, 0
 
     def add(self, token: TokenLogprob, ended: Sample | None) -> tuple[str, list[PlacedToken]]:
         self._waiting.append(token)
@@ -74,7 +84,18 @@ class TokenStream:
         places = self._text.take_places(ended)
         placed = list(map(PlacedToken, self._waiting, places))
         del self._waiting[: len(places)]
+        piece = self._marked(piece, placed)
         return piece, placed if ended is None else self._cut(placed, len(ended.text))
+
+    def _marked(self, piece: str, placed: list[PlacedToken]) -> str:
+        """Return the piece with the marked texts of its tokens where these lie."""
+        first, out, at = self._num_chars, "", 0
+        self._num_chars += len(piece)
+        for each in placed:
+            if each.place.start <= self._num_chars and (text := self._markers.of_token(each.sampled.token)):
+                place = max(each.place.start - first, at)
+                out, at = out + piece[at:place] + text, place
+        return out + piece[at:]
 
     def _cut(self, placed: list[PlacedToken], num_chars: int) -> list[PlacedToken]:
         """Return the last tokens of a sample with what they add to its text."""
@@ -96,6 +117,16 @@ def place_tokens(
     for number, token in enumerate(tokens, 1):
         placed += stream.add(token, sample if number == len(tokens) else None)[1]
     return placed
+
+
+def marked_text(model: LoadedModel, stop: tuple[str, ...], sample: Sample, markers: Markers) -> str:
+    """Return the text of a whole sample, as its stream's pieces have it."""
+    tokens_T = sample.tokens_T
+    if markers.texts.keys().isdisjoint(tokens_T):
+        return sample.text
+    stream = TokenStream(model, stop, keeps_end=False, markers=markers)
+    ended = [*[None] * (len(tokens_T) - 1), sample]
+    return "".join(stream.add(TokenLogprob(t, 0.0), end)[0] for t, end in zip(tokens_T, ended, strict=True))
 
 
 def place_prompt(

@@ -53,7 +53,8 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_ids = {text: i for i, text in special.items()}
         self._special, self._size = {*special, *tokenizer.all_special_ids}, len(tokenizer)
         decoders = _decoders(tokenizer)
         kinds = {each["type"] for each in decoders}

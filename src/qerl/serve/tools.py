@@ -13,6 +13,7 @@ from typing import Any
 from qerl.errors import UserError
 from qerl.serve.call_forms.form import CallForm, RawCall, Schemas, bare_calls, may_be_bare
 from qerl.serve.call_forms.hermes import HERMES
+from qerl.serve.marked_text import NO_MARKERS, Markers, spelled, unmarked
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HOW_TO_CALL = f'To call one, answer with {_OPEN}{{"name": NAME, "arguments": {{...}}}}{_CLOSE}'
@@ -33,8 +34,9 @@ class ParsedCall:
 
 
 class ToolCallStream:
-    """Splits the text of one answer into text and calls; it waits where a call may have begun. Without names
-    of functions all is text."""
+    """Splits the marked text of one answer into text and calls; it waits where a call may have begun. Without
+    names of functions all is text. A form's control token that is a special token is no text: its text, as
+    an answer may quote it, opens no call."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class ToolCallStream:
         is_parallel: bool,
         prompt_T: Sequence[int] = (),
         form: CallForm = HERMES,
+        markers: Markers = NO_MARKERS,
     ):
         """functions: names, or by name the schemas of their arguments. prompt_T: tokens of the prompt. The
         same calls after the same prompt have the same ids, so that an episode that is played again has the
@@ -51,19 +54,23 @@ class ToolCallStream:
         self._prompt = ",".join(map(str, prompt_T)).encode()
         self._schemas = functions if isinstance(functions, Mapping) else {name: {} for name in functions}
         self._is_parallel, self._form = is_parallel, form
+        opens = tuple(map(markers.mark, form.opens))
+        self._opens = tuple(each for each in opens if spelled(each) != each) or opens
         self._pending, self._blanks = "", ""
         self._has_text, self._is_segment_empty = False, True
 
     def add(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Return the text and the calls that this piece completes."""
         if not self._schemas:
-            return text, []
+            return unmarked(text), []
         self._pending += text
-        if not (self._has_text or self.num_calls) and may_be_bare(self._form, self._pending, self._schemas):
+        if not (self._has_text or self.num_calls) and may_be_bare(
+            self._form, spelled(self._pending), self._schemas
+        ):
             return "", []  # only its end tells
         out, calls = self._scan(is_end=False)
-        held = max((_num_shared(self._pending, each) for each in self._form.opens), default=0)
-        if not any(each in self._pending for each in self._form.opens):
+        held = max((num_shared(self._pending, each) for each in self._opens), default=0)
+        if not any(each in self._pending for each in self._opens):
             end = len(self._pending) - held
             out, self._pending = out + self._text(self._pending[:end]), self._pending[end:]
         return out, calls
@@ -71,20 +78,21 @@ class ToolCallStream:
     def end(self) -> tuple[str, list[ParsedCall]]:
         """Return what is left once the answer is complete."""
         is_whole = not (self._has_text or self.num_calls)
-        if is_whole and (parsed := self._checked(bare_calls(self._form, self._pending))):
-            self._pending = ""
-            return "", parsed
+        for text in dict.fromkeys((spelled(self._pending), unmarked(self._pending))):
+            if is_whole and (parsed := self._checked(bare_calls(self._form, text))):
+                self._pending = ""
+                return "", parsed
         out, calls = self._scan(is_end=True)
         out, self._pending = out + self._text(self._pending), ""
         return out + ("" if self.num_calls else self._blanks), calls
 
     def _scan(self, *, is_end: bool) -> tuple[str, list[ParsedCall]]:
         """Read the calls that are complete; an incomplete one is the beginning of what is pending."""
-        out, all_calls, opens = "", list[ParsedCall](), self._form.opens
+        out, all_calls, opens = "", list[ParsedCall](), self._opens
         while starts := [(at, -len(each)) for each in opens if (at := self._pending.find(each)) >= 0]:
             start, negative_size = min(starts)
             end = start - negative_size
-            reading = self._form.read(self._pending, end, self._schemas, is_end)
+            reading = self._form.read(spelled(self._pending), end, self._schemas, is_end)
             if reading is None:
                 out, self._pending = out + self._text(self._pending[:start]), self._pending[start:]
                 break
@@ -100,7 +108,8 @@ class ToolCallStream:
         return out, all_calls
 
     def _text(self, text: str) -> str:
-        """Return the text without blanks that are alone before, between or after calls."""
+        """Return the text without marks, and without blanks that are alone before, between or after calls."""
+        text = unmarked(text)
         if self._is_segment_empty:
             text, self._blanks = self._blanks + text, ""
             if not text.strip():
@@ -137,7 +146,7 @@ class ToolCallStream:
         return f"call_{digest.hexdigest()[:24]}" if size is None else digest.hexdigest()[:size]
 
 
-def _num_shared(text: str, start: str) -> int:
+def num_shared(text: str, start: str) -> int:
     """Return how many characters at the end of the text are the beginning of `start`, but not all of it."""
     return next((n for n in range(len(start) - 1, 0, -1) if text.endswith(start[:n])), 0)
 

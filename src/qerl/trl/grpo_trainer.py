@@ -10,7 +10,9 @@ from typing import Any
 from qerl.config import EnvironmentConfig, NoiseConfig, RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import require
+from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.device import resolve_device
+from qerl.serve.call_forms.choice import form_of
 from qerl.tasks.scoring import name_of
 from qerl.training.session import train
 from qerl.trl.config import GRPOConfig
@@ -66,6 +68,8 @@ class GRPOTrainer(RunTrainer):
             self.reward_funcs, self.args, tools or (), environment_factory
         )
         base = self._based(base or _BASE, quantization_config, peft_config)
+        if tools or environment_factory is not None:
+            self._rewards = _with_form(self._rewards, self._schemas, base.model.path)
         self._batch = batch_of(self.args, length(train_dataset))
         self.config = self._run_config(base, Path(str(self.args.output_dir)))
         self._start(self._batch, ignored(self.args, GRPOIgnoredFields), callbacks)
@@ -120,7 +124,10 @@ def _functions(reward_funcs: Any) -> list[Callable[..., Any]]:
 
 
 def _with_tools(
-    functions: list[Callable[..., Any]], args: GRPOConfig, tools: Sequence[Callable[..., Any]], factory: Any
+    functions: list[Callable[..., Any]],
+    args: GRPOConfig,
+    tools: Sequence[Callable[..., Any]],
+    factory: Any,
 ) -> tuple[list[Callable[..., Any]], tuple[float, ...], list[dict[str, Any]]]:
     """Return the rewards, an environment among them if there are tools, their weights, the tools' schemas."""
     weights = list(args.reward_weights or [1.0] * len(functions))
@@ -134,12 +141,20 @@ def _with_tools(
     pairs = list(zip(functions, weights, strict=True))
     inside = [pair for pair in pairs if takes_environments(pair[0])]
     environment, schemas = make_environment(tools, factory, inside)
-    names = {schema["function"]["name"] for schema in schemas}
-    others = [pair for pair in pairs if pair not in inside]
-    outside = [(of_conversations(function, names), weight) for function, weight in others]
+    outside = [pair for pair in pairs if pair not in inside]
     has_reward = bool(outside) or callable(environment.score)
     require(has_reward, "reward_funcs is empty, and the environment has no get_reward: give one of them")
     return [f for f, _ in outside] + [environment], (*(w for _, w in outside), 1.0), schemas
+
+
+def _with_form(rewards: list[Any], schemas: list[dict[str, Any]], model: str) -> list[Any]:
+    """Return the rewards, of which the environment is the last, for calls in the form of the model's chat
+    template."""
+    form = form_of(load_tokenizer(model).chat_template)
+    names = {schema["function"]["name"] for schema in schemas}
+    *functions, environment = rewards
+    environment.call_form = form
+    return [*(of_conversations(function, names, form) for function in functions), environment]
 
 
 def _template_variables(args: GRPOConfig, schemas: list[dict[str, Any]]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ import numpy as np
 from transformers.utils.chat_template_utils import get_json_schema
 
 from qerl.errors import UserError, require
+from qerl.serve.call_forms.form import CallForm
+from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.tools import ToolCallStream
 from qerl.tasks.event_loop import InvalidReturn
 from qerl.tasks.scoring import NOT_SUPPORTED, Failure, awaited, failure_of, name_of
@@ -42,9 +44,9 @@ _FEWER = (
 )
 
 
-def parse_turn(text: str, names: set[str]) -> dict[str, Any]:
-    """Return the assistant's message, with tool_calls if the text has calls of these tools."""
-    stream = ToolCallStream(names, is_parallel=True)
+def parse_turn(text: str, names: set[str], form: CallForm = HERMES) -> dict[str, Any]:
+    """Return the assistant's message, with tool_calls if the text has calls of these tools in this form."""
+    stream = ToolCallStream(names, is_parallel=True, form=form)
     before, calls = stream.add(text)
     after, more = stream.end()
     functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in [*calls, *more]]
@@ -54,12 +56,14 @@ def parse_turn(text: str, names: set[str]) -> dict[str, Any]:
     return message
 
 
-def with_tool_calls(messages: Sequence[Mapping[str, str]], names: set[str]) -> list[dict[str, Any]]:
+def with_tool_calls(
+    messages: Sequence[Mapping[str, str]], names: set[str], form: CallForm = HERMES
+) -> list[dict[str, Any]]:
     """Return a sample's messages as TRL gives them to reward functions."""
     parsed, waiting = [], []
     for message in messages:
         if message["role"] == "assistant":
-            parsed.append(parse_turn(message["content"], names))
+            parsed.append(parse_turn(message["content"], names, form))
             waiting = [call["function"]["name"] for call in parsed[-1].get("tool_calls", ())]
         else:
             name = {"name": waiting.pop(0)} if waiting and message["role"] == "tool" else {}
@@ -113,6 +117,8 @@ class ToolEnvironment:
     rewards: ClassVar[tuple[tuple[Reward, float], ...]] = ()
     """Functions that take `environments`, and their weights."""
     extends_prompt: ClassVar[bool] = True
+    call_form: ClassVar[CallForm] = HERMES
+    """Form of the tool calls in the policy's turns."""
 
     async def reset(self, row: dict[str, Any], seed: int) -> str | None:
         random.seed(seed)
@@ -143,7 +149,7 @@ class ToolEnvironment:
             type(self).idle.append(environment)
 
     async def step(self, completion: str) -> tuple[list[dict[str, str]], None, bool]:
-        calls = parse_turn(completion, {*self._tools}).get("tool_calls", [])
+        calls = parse_turn(completion, {*self._tools}, self.call_form).get("tool_calls", [])
         results = [await self._call(**call["function"]) for call in calls]
         return [{"role": "tool", "content": result} for result in results], None, not calls
 
@@ -162,7 +168,7 @@ class ToolEnvironment:
             values.append(await _called(get_reward))
         columns = {name: [value] for name, value in self._row.items() if name != "prompt"}
         columns |= {"prompts": [self._row["prompt"]], "environments": [self._environment]}
-        columns["completions"] = [with_tool_calls(messages, {*self._tools})]
+        columns["completions"] = [with_tool_calls(messages, {*self._tools}, self.call_form)]
         for function, weight in self.rewards:
             (value,) = await _called(function, **_accepted(function, columns))
             values.append(None if value is None else weight * value)
@@ -250,12 +256,12 @@ def _facts_of(factory: Callable[[], Any]) -> _Facts:
     return facts
 
 
-def of_conversations(function: Reward, names: set[str]) -> Reward:
+def of_conversations(function: Reward, names: set[str], form: CallForm = HERMES) -> Reward:
     """Return the function for completions that have their tool calls parsed."""
 
     @functools.wraps(function)
     def parsed(completions: list[Any], **columns: Any) -> Any:
-        conversations = [with_tool_calls(c, names) if isinstance(c, list) else c for c in completions]
+        conversations = [with_tool_calls(c, names, form) if isinstance(c, list) else c for c in completions]
         return function(**_accepted(function, {"completions": conversations, **columns}))
 
     return parsed

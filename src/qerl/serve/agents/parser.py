@@ -17,8 +17,9 @@ from qerl.serve.agents.record import EpisodeRecord, Message, RecordedCall
 from qerl.serve.batcher import PendingRequest
 from qerl.serve.fields import ApiError, ChatBody, RequestBody
 from qerl.serve.grammar import Grammars
+from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.request import CompletionRequest, RequestParser
-from qerl.serve.response import split_calls
+from qerl.serve.stream import marked_text
 from qerl.types import Sample, Sampling
 
 _BRANCH = 11  # keeps the seeds of branches apart from those of their episodes
@@ -93,7 +94,9 @@ class EpisodeParser(RequestParser):
             call.is_replayed = pending.recorded is not None
 
         def add(choice: int, sample: Sample) -> None:
-            record.add(call, choice, sample, None if call.messages is None else _reply(request, sample))
+            is_text = call.messages is None
+            reply = (None, 0) if is_text else _reply(self.model, request, sample)
+            record.add(call, choice, sample, *reply)
 
         pending.on_choice, pending.timeout_s, pending.is_learned = add, self.timeout_s, True
 
@@ -123,11 +126,16 @@ class EpisodeParser(RequestParser):
         return dataclasses.replace(run, max_tokens=min(wanted.max_tokens, run.max_tokens), stop=stop)
 
 
-def _reply(request: CompletionRequest, sample: Sample) -> Message:
-    """Return the message that the client gets, as a chat's messages are parsed."""
-    text, calls = split_calls(request.tool_call_stream(), sample.text)
-    reply: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls:
-        functions = [{"name": each.name, "arguments": json.loads(each.arguments)} for each in calls]
+def _reply(model: LoadedModel, request: CompletionRequest, sample: Sample) -> tuple[Message, int]:
+    """Return the message that the client gets, as a chat's messages are parsed, and the number of malformed
+    calls."""
+    shown = marked_text(model, request.stop, sample, request.markers)
+    stream = request.answer_stream()
+    answer = stream.whole(shown)
+    reply: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        reply["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        functions = [{"name": each.name, "arguments": json.loads(each.arguments)} for each in answer.calls]
         reply["tool_calls"] = [{"id": "", "type": "function", "function": each} for each in functions]
-    return reply
+    return reply, stream.num_malformed

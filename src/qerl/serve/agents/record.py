@@ -29,7 +29,7 @@ from qerl.errors import UserError
 from qerl.serve.agents.replay import AnsweredCall, Replay, turn_starts
 from qerl.serve.batcher import PendingRequest
 from qerl.tasks.environment import says_error
-from qerl.tasks.prompt import chat_reply_tokens, special_end
+from qerl.tasks.prompt import chat_reply_tokens, render_chat, special_end
 from qerl.types import AllowedTokens, Group, Prompt, Sample
 
 Message = Mapping[str, Any]
@@ -80,6 +80,7 @@ class EpisodeRecord:
         self.calls: list[AnsweredCall] = []
         """The calls, with their answers once the episode is over."""
         self._num_calls = 0
+        self.num_malformed_calls = 0
         self._answers: list[RecordedAnswer] = []
         self._by_messages: dict[str, list[RecordedAnswer]] = {}
         self._by_tokens: dict[tuple[int, bytes], RecordedAnswer] = {}
@@ -174,6 +175,8 @@ class EpisodeRecord:
             answers, rest = self._by_messages.get(digest, []), messages[end:]
             if not answers or rest[-1]["role"] == "assistant":
                 continue
+            if not self._writes_reasoning(messages, end, variables):
+                continue
             answer = next((each for each in answers if each.child is None), answers[-1])
             ended_by = special_end(self._tokenizer, answer.sample.tokens_T)
             try:
@@ -182,6 +185,20 @@ class EpisodeRecord:
                 return None
             return answer, answer.all_T + between_T, rest
         return None
+
+    def _writes_reasoning(self, messages: Sequence[Message], end: int, variables: Mapping[str, Any]) -> bool:
+        """True unless the last of these messages up to `end` has reasoning that the chat template leaves out,
+        as many do once the user has answered: the sampled tokens, which have it, are then not the prompt."""
+        start = next((i for i in range(end, 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
+        if all("reasoning_content" not in each for each in messages[start:end]):
+            return True
+        plain = [{k: v for k, v in each.items() if k != "reasoning_content"} for each in messages[start:end]]
+        without = [*messages[:start], *plain, *messages[end:]]
+        try:
+            texts = {render_chat(self._tokenizer, each, variables)[0] for each in (messages, without)}
+        except UserError:
+            return False
+        return len(texts) == 2
 
     def _with_prefix(self, prompt_T: list[int]) -> RecordedAnswer | None:
         """Return the longest answer whose prompt and tokens the prompt begins with."""
@@ -193,9 +210,17 @@ class EpisodeRecord:
             answer = self._by_tokens.get((length, digest.copy().digest())) or answer
         return answer
 
-    def add(self, call: RecordedCall, choice: int, sample: Sample, reply: Message | None) -> None:
+    def add(
+        self,
+        call: RecordedCall,
+        choice: int,
+        sample: Sample,
+        reply: Message | None,
+        num_malformed_calls: int = 0,
+    ) -> None:
         """Record an answer. reply: the message that the client gets; None for a plain text."""
         with self._lock:
+            self.num_malformed_calls += num_malformed_calls
             answer = RecordedAnswer(call=call, choice=choice, sample=sample)
             self._answers.append(answer)
             if call.answered is not None:
@@ -331,7 +356,9 @@ def _digests(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[
 def _merged(before: dict[str, Any] | None, message: Message) -> dict[str, Any]:
     calls = [*(before or {}).get("tool_calls", ()), *message.get("tool_calls", ())]
     content = (before or {}).get("content", "") + message["content"]
-    return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+    parts = [(each or {}).get("reasoning_content", "") for each in (before, message)]
+    reasoning = {"reasoning_content": "".join(parts)} if any(parts) else {}
+    return {"role": "assistant", "content": content, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
 def _next_digest(digest: str, message: Message) -> str:
@@ -343,6 +370,6 @@ def _text_of(message: Message) -> str:
     answer."""
     values = {name: value for name, value in message.items() if name not in ("tool_call_id", "tool_calls")}
     if message.get("role") == "assistant":
-        values["content"] = str(message.get("content") or "").strip()
+        values |= {name: str(values.get(name) or "").strip() for name in ("content", "reasoning_content")}
     calls = [each["function"] for each in message.get("tool_calls", ())]
     return json.dumps([values, calls], sort_keys=True, ensure_ascii=True)

@@ -227,6 +227,7 @@ def _sample(prompt: Prompt, record: EpisodeRecord, outcome: Outcome, took_s: flo
             num_turns=record.num_answers,
             num_tool_calls=record.num_tool_calls,
             num_tool_failures=record.num_tool_failures,
+            num_malformed_calls=record.num_malformed_calls,
             waiting_share=max(0.0, 1.0 - record.busy_s / took_s) if took_s > 0 else 0.0,
             metrics=outcome.metrics,
             turn_starts=record.turn_starts,

@@ -46,6 +46,8 @@ class CallForm:
     """Texts of a chat template, any of which shows this form."""
     opens: tuple[str, ...]
     read: Reader
+    controls: tuple[str, ...]
+    """Texts of the opens and of what is read that may be special tokens, which detokenizing drops."""
     is_bare: bool = False
     """Also read an answer that is only JSON as calls."""
     has_bare_names: bool = False

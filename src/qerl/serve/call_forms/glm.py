@@ -31,12 +31,20 @@ def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | No
     return undecided
 
 
-GLM45 = CallForm(name="glm45", markers=("<arg_key>",), opens=("<tool_call>",), read=_read)
+_ARGUMENTS = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+GLM45 = CallForm(
+    name="glm45",
+    markers=("<arg_key>",),
+    opens=("<tool_call>",),
+    read=_read,
+    controls=(*HERMES.controls, *_ARGUMENTS),
+)
 GLM4 = CallForm(
     name="glm4",
     markers=("[gMASK]",),
     opens=HERMES.opens,
     read=HERMES.read,
+    controls=HERMES.controls,
     is_bare=True,
     has_bare_names=True,
 )

@@ -1,6 +1,6 @@
 """<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}: gpt-oss.
 
-Detokenizing may drop the control tokens: commentary to=functions.NAME json{...}.
+Where a tokenizer has no such tokens: commentary to=functions.NAME json{...}.
 """
 
 import re
@@ -25,5 +25,9 @@ def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | No
 
 
 HARMONY = CallForm(
-    name="harmony", markers=("to=functions.",), opens=tuple(s + _TO for s in _STARTS), read=_read
+    name="harmony",
+    markers=("to=functions.",),
+    opens=tuple(s + _TO for s in _STARTS),
+    read=_read,
+    controls=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
 )

@@ -7,5 +7,6 @@ HERMES = CallForm(
     markers=("<tool_call>",),
     opens=("<tool_call>",),
     read=json_reader(("</tool_call>",)),
+    controls=("<tool_call>", "</tool_call>"),
     is_bare=True,
 )

@@ -7,5 +7,6 @@ LLAMA3 = CallForm(
     markers=("<|python_tag|>", '"parameters": '),
     opens=("<|python_tag|>",),
     read=json_reader(()),
+    controls=("<|python_tag|>",),
     is_bare=True,
 )

@@ -1,6 +1,6 @@
 """[TOOL_CALLS][{"name": ..., "arguments": ...}], or [TOOL_CALLS]NAME[ARGS]{...} for each call: Mistral.
 
-Detokenizing may drop the control tokens; what is left is then the whole answer.
+A list, or names with their objects, that are the whole answer are read without the tokens too.
 """
 
 import re
@@ -31,6 +31,7 @@ MISTRAL = CallForm(
     markers=(_OPEN,),
     opens=(_OPEN,),
     read=_read,
+    controls=(_OPEN, "[ARGS]", "[CALL_ID]"),
     is_bare=True,
     has_bare_names=True,
     num_id_characters=9,

@@ -3,6 +3,7 @@
 import re
 
 from qerl.serve.call_forms.form import MALFORMED, CallForm, RawCall, Reading, Schemas, typed
+from qerl.serve.call_forms.hermes import HERMES
 
 _HEAD = re.compile(r"\s*+<function=([^>\n]++)>\s*+")
 _NEXT = re.compile(r"\s*+(?:<parameter=([^>\n]++)>\n?|</function>\s*+</tool_call>)")
@@ -29,4 +30,10 @@ def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | No
     return undecided
 
 
-QWEN_XML = CallForm(name="qwen_xml", markers=("<function=",), opens=("<tool_call>",), read=_read)
+QWEN_XML = CallForm(
+    name="qwen_xml",
+    markers=("<function=",),
+    opens=HERMES.opens,
+    read=_read,
+    controls=HERMES.controls,
+)

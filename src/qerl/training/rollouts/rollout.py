@@ -207,8 +207,9 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the metrics of samples that are episodes of an agent; empty if none is.
 
     turns: mean number of the model's answers. tool_failures: results of tools that say that they are an
-    error. restricted_tokens: sampled where a grammar did not allow every token. waiting_share: mean share
-    of an episode's time in which no call of the model was running.
+    error. malformed_calls: begun by the model, but no calls of offered functions. restricted_tokens:
+    sampled where a grammar did not allow every token. waiting_share: mean share of an episode's time in
+    which no call of the model was running.
     episode_parts: mean number of samples that an episode is learned from as."""
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     if not episodes:
@@ -219,6 +220,7 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
         "turns": fmean(episode.num_turns for episode in episodes),
         "tool_calls": sum(episode.num_tool_calls for episode in episodes),
         "tool_failures": sum(episode.num_tool_failures for episode in episodes),
+        "malformed_calls": sum(episode.num_malformed_calls for episode in episodes),
         "environment_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
         "restricted_tokens": sum(is_restricted),
         "learned_tokens": sum(len(s.logprobs_T) for s in samples if s.reward is not None),
