@@ -1,3 +1,6 @@
+import struct
+import time
+
 import gguf
 import numpy as np
 import pytest
@@ -113,3 +116,38 @@ def test_flipped_bytes_never_raise_anything_but_a_user_error(tmp_path):
         except UserError:
             num_refused += 1
     assert num_refused > 100
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value
+
+
+HUGE = 1 << 60
+LLAMA = text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
+EMBED = text(b"token_embd.weight")
+DATA = bytes(5000)
+LIES = {  # (tensors, keys, what follows the counts)
+    "tensors": (HUGE, 1, LLAMA),
+    "keys": (0, 2**64 - 1, LLAMA),
+    "key's length": (0, 1, struct.pack("<Q", 1 << 40) + b"x"),
+    "text's length": (0, 1, text(b"general.architecture") + struct.pack("<IQ", 8, 1 << 40)),
+    "numbers": (0, 2, LLAMA + text(b"a") + struct.pack("<IIQ", 9, 10, HUGE)),
+    "texts": (0, 2, LLAMA + text(b"a") + struct.pack("<IIQ", 9, 8, 2**64 - 1) + DATA),
+    "axes": (1, 1, LLAMA + EMBED + struct.pack("<I", 2**32 - 1) + DATA),
+    "offset": (1, 1, LLAMA + EMBED + struct.pack("<IQQIQ", 2, 32, 32, 0, HUGE) + DATA),
+    "offset around": (1, 1, LLAMA + EMBED + struct.pack("<IQQIQ", 2, 32, 32, 0, 2**64 - 4096) + DATA),
+    "shape": (1, 1, LLAMA + EMBED + struct.pack("<IQQIQ", 2, HUGE, HUGE, 0, 0) + DATA),
+    "a key twice": (0, 2, LLAMA + LLAMA),
+    "a tensor twice": (2, 1, LLAMA + 2 * (EMBED + struct.pack("<IQQIQ", 2, 32, 32, 0, 0)) + DATA),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_header_that_lies_is_refused_at_once(tmp_path, name):
+    num_tensors, num_keys, rest = LIES[name]
+    file = tmp_path / "lies.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + rest)
+    begin_s = time.process_time()
+    with pytest.raises(UserError, match=r"lies\.gguf: damaged, or not a GGUF file: "):
+        GgufFile(file)
+    assert time.process_time() - begin_s < 1.0

@@ -161,6 +161,8 @@ def _parse_stream(cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], 
     metadata = {}
     for _ in range(num_keys):
         key = cursor.string()
+        if key in metadata:
+            raise _DamagedError(f"it has the key {key!r:.80} twice")
         metadata[key] = cursor.value(cursor.number("I"))
     family = metadata.get("general.architecture")
     if not isinstance(family, str) or family not in FAMILIES:  # its tensors may have other names and types
@@ -171,6 +173,8 @@ def _parse_stream(cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], 
         name = cursor.string()
         shape = tuple(cursor.number("Q") for _ in range(cursor.number("I")))[::-1]
         infos.append((name, shape, gguf.GGMLQuantizationType(cursor.number("I")), cursor.number("Q")))
+    if len({name for name, *_ in infos}) < len(infos):
+        raise _DamagedError("it has a tensor twice")
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0:
         raise _DamagedError(f"general.alignment is {alignment}")
