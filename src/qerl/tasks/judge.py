@@ -26,10 +26,14 @@ from qerl.tasks.scoring import Text
 
 KEY_VARIABLE = "QERL_JUDGE_KEY"
 _BUSY_S = 30.0
+# spent.next_s is not used: it was a time of day, which may leap.
 _TABLES = """
 create table if not exists replies (key text primary key, reply text not null);
 create table if not exists spent (
     judge text primary key, requests integer not null, cost real not null, next_s real not null
+);
+create table if not exists turns (
+    judge text not null, boot text not null, next_s real not null, primary key (judge, boot)
 );
 """
 
@@ -169,20 +173,26 @@ class Ledger:
 
     def take_turn(self) -> None:
         """Count a request and wait for its place; raise JudgeFailed if a limit is reached."""
-        settings, now_s = self._settings, time.time()
+        # A clock that nobody sets: after a leap back of the time of day all requests waited. All processes
+        # have the same one from one boot of the machine to the next.
+        settings, now_s, boot = self._settings, time.monotonic(), _boot()
         pause_s = 60 / settings.requests_per_minute if settings.requests_per_minute else 0.0
         with self._open() as file:
             file.execute("begin immediate")
             file.execute("insert or ignore into spent values (?, 0, 0, 0)", (self._name,))
-            select = "select requests, cost, next_s from spent where judge = ?"
-            requests, cost, next_s = file.execute(select, (self._name,)).fetchone()
+            select = "select requests, cost from spent where judge = ?"
+            requests, cost = file.execute(select, (self._name,)).fetchone()
             if settings.max_requests is not None and requests >= settings.max_requests:
                 raise JudgeFailed(f"task.judge.max_requests is reached: {requests} requests")
             if settings.max_cost is not None and cost >= settings.max_cost:
                 raise JudgeFailed(f"task.judge.max_cost is reached: {cost:.4g} in {requests} requests")
-            turn_s = min(max(now_s, next_s), now_s + 3600)  # a clock that was ahead
-            change = "update spent set requests = requests + 1, next_s = ? where judge = ?"
-            file.execute(change, (turn_s + pause_s, self._name))
+            select = "select next_s from turns where judge = ? and boot = ?"
+            (next_s,) = file.execute(select, (self._name, boot)).fetchone() or (now_s,)
+            turn_s = max(now_s, next_s)
+            change = "update spent set requests = requests + 1 where judge = ?"
+            file.execute(change, (self._name,))
+            change = "insert or replace into turns values (?, ?, ?)"
+            file.execute(change, (self._name, boot, turn_s + pause_s))
             file.execute("commit")
         time.sleep(max(turn_s - now_s, 0.0))
 
@@ -199,6 +209,14 @@ class Ledger:
         if cost:
             with self._open() as file:
                 file.execute("update spent set cost = cost + ? where judge = ?", (cost, self._name))
+
+
+def _boot() -> str:
+    """Return what Linux calls the time since the machine was started; elsewhere when that was, in seconds."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(round(time.time() - time.monotonic(), -1))
 
 
 def _rubric(text: str) -> str:
