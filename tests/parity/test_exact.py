@@ -52,6 +52,7 @@ def in_two_formats(compute):
     in_bf16 = re.compile(r"layers.0.self_attn.[qkv]_proj|layers.1.self_attn.v_proj|layers.2.mlp.down_proj")
     for name, linear in decoder.linears():
         if not in_bf16.fullmatch(name):
+            assert linear.weight is not None
             linear.load_weight(NVFP4.encode(linear.weight.decode()))
     return decoder
 
