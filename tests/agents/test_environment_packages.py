@@ -324,10 +324,6 @@ def run_without(package, *arguments):
 def test_a_missing_package_is_named_with_the_line_that_installs_it(package, given, line, tmp_path):
     (tmp_path / "my.py").write_text("def agent(client):\n    return 1.0\n")
     given = [each.format(my=tmp_path / "my.py") for each in given]
-    out = (
-        "--out",
-        tmp_path / "run",
-        "--model",
-        tmp_path / "no-model",
-    )  # it is told before a model is looked for
+    # It is told before a model is fetched: an id of a hub that nobody has.
+    out = ("--out", tmp_path / "run", "--model", "nobody/no-model")
     assert run_without(package, "train", "demo", *given, *out) == f"qerl: {line}\n"

@@ -71,7 +71,7 @@ def test_settings_reach_engine_and_learner(kv):
 
 
 def test_too_little_memory_for_the_cache_is_a_row_and_the_next_case_goes_on(tmp_path):
-    options = dataclasses.replace(OPTIONS, providers=("qerl-bf16",), kv_gb=1e-9)
+    options = dataclasses.replace(OPTIONS, providers=("qerl-bf16",), kv_gb=1e-6)
     rows = rows_of(tmp_path, lambda rows: step.measure_cases("memory", options, TINY, CPU, rows))
     assert len(rows) == 2 and all(r["error"].startswith("UserError: prompt 0 needs") for r in rows)
 

@@ -192,7 +192,7 @@ def test_an_error_of_the_command_line_shows_no_key(files, tmp_path):
 
 
 def test_an_address_on_the_command_line_is_shown_without_its_password(tmp_path):
-    run = runs.start_command(["eval", "https://me:hunter2@host/model"], tmp_path / "log")
+    run = runs.start_command(["eval", "https://me:hunter2@host/model", "gsm8k"], tmp_path / "log")
     assert run.wait() == 2
     assert "qerl: https://***@host/model: no such folder" in run.said and "hunter2" not in run.said
 

@@ -165,7 +165,14 @@ def test_a_chat_template_reaches_nothing_and_its_errors_are_one_line(template):
 
 
 # The sandbox's processes run a sample's code and its test; ranks and workers are the run's own.
-OWN_PROCESSES = ("child.py", "test_process.py", "distributed.py", "worker_process.py", "ray_worker.py")
+OWN_PROCESSES = (
+    "child.py",
+    "test_process.py",
+    "test_items.py",
+    "distributed.py",
+    "worker_process.py",
+    "ray_worker.py",
+)
 
 
 def test_no_line_of_the_source_trusts_remote_code_nor_unpickles():

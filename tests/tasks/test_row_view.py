@@ -134,6 +134,8 @@ def test_rows_that_training_would_all_hold_out_are_told_to_be_too_few(files, tmp
             "--task",
             *given,
             "--task.num-held-out=3",
+            "--reward",
+            "tags",
             "--sample.max-tokens=4",
             "--out",
             str(tmp_path / "run"),

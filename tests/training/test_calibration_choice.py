@@ -45,7 +45,7 @@ def test_the_estimates_are_the_sums_of_their_parts(files):
     groups = [(64 + 32 + 32, 64), (64, 64), (2 * 96, 64), (64, 96)]
     weights = 2 * sum(n * k for n, k in groups)
     inputs = 2 * sum(n * k * k for n, k in groups)
-    length, running = config.sample.max_tokens / 2, min(256, config.engine.max_num_seqs)
+    length, running = config.sample.max_tokens / 2, min(256, config.engine.max_rows(has_kernels=True))
     step_s = 3.0 * (weights + 272 * 64)
     calls = math.ceil(8192 / (8 * 4 * length))
     calibration = calls * length * step_s + 2 * 8192 * weights * 5.0 + inputs * 7.0

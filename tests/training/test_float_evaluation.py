@@ -37,7 +37,7 @@ def files(tmp_path_factory):
 
 
 def finish(files, out, *more):
-    given = [*tiny_run.options(files, out), "--num-steps", "2", *more]
+    given = [*tiny_run.options(files, out), "--num-steps", "2", "--json", *more]
     process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
@@ -81,17 +81,17 @@ def test_the_price_is_logged_with_the_first_step_and_shown(both):
 def test_the_float_model_is_freed_before_the_quantized_one_is_loaded(files, tmp_path, monkeypatch):
     loaded, load = [], float_evaluation.load_sampler
 
-    def watched(config, tokenizer):
-        decoder, engine = load(config, tokenizer)
+    def watched(config, tokenizer, *report):
+        decoder, engine = load(config, tokenizer, *report)
         loaded.append(weakref.ref(decoder))
         return decoder, engine
 
     monkeypatch.setattr(float_evaluation, "load_sampler", watched)
     from qerl.training import session
 
-    def after(config, tokenizer):
+    def after(config, tokenizer, *report):
         assert len(loaded) == 1 and loaded[0]() is None
-        return load(config, tokenizer)
+        return load(config, tokenizer, *report)
 
     monkeypatch.setattr(session, "load_sampler", after)
     finish(files, tmp_path / "run", "--evaluate.float")

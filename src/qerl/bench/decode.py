@@ -52,6 +52,12 @@ class NullTokenizer:
     def __len__(self) -> int:
         return self._vocab_size
 
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [0] * len(text)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
     def decode(self, tokens_T: list[int], **_: Any) -> str:
         return ""
 

@@ -11,7 +11,7 @@
 
 sg stops the gradient. These are the formulas of https://tinker-docs.thinkingmachines.ai/tinker/losses, which
 neither average nor normalize. A loss that the client computes itself arrives as cross_entropy with weights
--d loss / d p_t. The gradients are compared with float64: tests/tinker/test_tinker_losses.py.
+-d loss / d p_t. The gradients are compared with float64: tests/tinker_server/test_tinker_losses.py.
 """
 
 import dataclasses

@@ -207,16 +207,14 @@ def test_the_command_writes_what_its_options_say(tmp_path):
     written = {}
     for scales, calibrate in (("plain", "none"), ("mse", "none"), ("plain", "awq"), ("mse", "awq")):
         out = tmp_path / f"{scales}-{calibrate}"
-        data = tmp_path / "text.txt" if calibrate == "awq" else None
+        texts = {"data": tmp_path / "text.txt", "sequences": 3, "sequence_tokens": 100}
         quantize(
             QuantizeOptions(
                 model=str(tmp_path / "float"),
                 out=out,
                 scales=scales,
                 calibrate=calibrate,
-                data=data,
-                sequences=3,
-                sequence_tokens=100,
+                **(texts if calibrate == "awq" else {}),
             )
         )
         written[out.name] = SafetensorsFolder(out)
