@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from qerl.serve.call_forms.choice import template_text
+from qerl.serve.call_forms.harmony import TO
 from qerl.serve.marked_text import Markers, spelled, unmarked
 from qerl.serve.tools import ParsedCall, ToolCallStream, num_shared
 
@@ -130,7 +131,7 @@ class HarmonySplitter:
         self._is_reasoning = recipient is None and _ANALYSIS.search(header) is not None
         self._separator = "\n" if self._has_sent[self._is_reasoning] and recipient is None else ""
         if recipient is not None:
-            name = f"{_CHANNEL}commentary to=functions.{recipient[1]} {_MESSAGE}"
+            name = f"{_CHANNEL}{TO}{recipient[1]} {_MESSAGE}"
             out[False] += self._markers.mark(name)
 
     def _send(self, out: dict[bool, str], text: str) -> None:

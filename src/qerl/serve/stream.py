@@ -10,6 +10,7 @@ import dataclasses
 from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.marked_text import NO_MARKERS, Markers
 from qerl.serve.token_text import TokenBytes, TokenReader, TokenText
+from qerl.serve.tools import num_shared
 from qerl.types import Sample, TokenLogprob
 
 
@@ -52,9 +53,7 @@ class TextStream:
         """Return how many pending characters precede any stop string or its possible start."""
         pending = self._pending
         whole = [start for stop in self._stop if (start := pending.find(stop)) >= 0]
-        starts = [
-            len(pending) - n for stop in self._stop for n in range(1, len(stop)) if pending.endswith(stop[:n])
-        ]
+        starts = [len(pending) - num_shared(pending, stop) for stop in self._stop]
         return min([*whole, *starts, len(pending)])
 
 

@@ -34,6 +34,8 @@ class Reading:
     end: int
 
 
+Match = Callable[[str, int], re.Match[str] | None]
+"""A method of a pattern."""
 Reader = Callable[[str, int, Schemas, bool], Reading | None]
 """Reads the calls at a place of the text, after one of `opens`; None: more text is needed, which is never
 returned if the last parameter says that the text is complete."""
@@ -111,6 +113,41 @@ def json_reader(closes: tuple[str, ...]) -> Reader:
                 return Reading(tuple(calls), place)
 
     return read
+
+
+def named_reader(head: Match, part: Match) -> Reader:
+    """Return what reads a name and its arguments as JSON. head: up to the object, group 1 is the name;
+    part: a whole text that may become a head."""
+
+    def read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | None:
+        named = head(text, place)
+        if named is None:
+            is_open = part(text, place) is not None
+            return None if is_open and not is_end else MALFORMED
+        end = json_end(text, named.end())
+        if end is None:
+            return MALFORMED if is_end else None
+        return Reading((RawCall(named[1], text[named.end() : end]),), end)
+
+    return read
+
+
+def read_arguments(
+    text: str, place: int, part: Match, end: Match
+) -> tuple[list[tuple[str, str]], int] | None:
+    """Return the keys and texts of a call's arguments, each between tags, and the end of the call; None if it
+    is incomplete. part: the start of an argument, group 1 its key, or the end of the call; end: that of an
+    argument."""
+    pairs = list[tuple[str, str]]()
+    while (start := part(text, place)) is not None:
+        if start[1] is None:
+            return pairs, start.end()
+        stop = end(text, start.end())
+        if stop is None:
+            return None
+        pairs.append((start[1], text[start.end() : stop.start()]))
+        place = stop.end()
+    return None
 
 
 def may_be_bare(form: CallForm, text: str, names: Collection[str]) -> bool:

@@ -5,7 +5,15 @@ GLM-4 writes NAME, a line's end and a JSON object, which are the whole answer.
 
 import re
 
-from qerl.serve.call_forms.form import MALFORMED, CallForm, RawCall, Reading, Schemas, typed
+from qerl.serve.call_forms.form import (
+    MALFORMED,
+    CallForm,
+    RawCall,
+    Reading,
+    Schemas,
+    read_arguments,
+    typed,
+)
 from qerl.serve.call_forms.hermes import HERMES
 
 _HEAD = re.compile(r"\s*+([^<\s{]++)\s*+(?=<)")
@@ -18,17 +26,11 @@ def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | No
     head = _HEAD.match(text, place)
     if head is None:
         return undecided if re.fullmatch(r"\s*+[^<\s{]*+\s*+", text[place:]) else MALFORMED
-    name, place, arguments = head[1], head.end(), {}
-    while (part := _NEXT.match(text, place)) is not None:
-        if part[1] is None:
-            return Reading((RawCall(name, arguments),), part.end())
-        end = _VALUE_END.search(text, part.end())
-        if end is None:
-            return undecided
-        key = part[1].strip()
-        arguments[key] = typed(text[part.end() : end.start()], schemas.get(name, {}), key)
-        place = end.end()
-    return undecided
+    if (tagged := read_arguments(text, head.end(), _NEXT.match, _VALUE_END.search)) is None:
+        return undecided
+    (pairs, end), schema = tagged, schemas.get(head[1], {})
+    arguments = {key.strip(): typed(value, schema, key.strip()) for key, value in pairs}
+    return Reading((RawCall(head[1], arguments),), end)
 
 
 _ARGUMENTS = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"

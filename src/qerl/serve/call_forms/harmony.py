@@ -5,29 +5,18 @@ Where a tokenizer has no such tokens: commentary to=functions.NAME json{...}.
 
 import re
 
-from qerl.serve.call_forms.form import MALFORMED, CallForm, RawCall, Reading, Schemas, json_end
+from qerl.serve.call_forms.form import CallForm, named_reader
 
-_TO = "commentary to=functions."
+TO = "commentary to=functions."
+"""Before the name of the function."""
 _STARTS = "<|start|>assistant<|channel|>", "<|channel|>", "assistant", ""
 _HEAD = re.compile(r"([\w.-]++)\s*+(?:<\|constrain\|>)?+(?:json)?+\s*+(?:<\|message\|>)?+\s*+(?=\{)")
 _PART = re.compile(r"[\w.-]*+\s*+[<|\w>]*+\s*+[<|\w>]*+\s*+")
 
-
-def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | None:
-    head = _HEAD.match(text, place)
-    if head is None:
-        is_open = _PART.fullmatch(text, place) is not None
-        return None if is_open and not is_end else MALFORMED
-    end = json_end(text, head.end())
-    if end is None:
-        return MALFORMED if is_end else None
-    return Reading((RawCall(head[1], text[head.end() : end]),), end)
-
-
 HARMONY = CallForm(
     name="harmony",
     markers=("to=functions.",),
-    opens=tuple(s + _TO for s in _STARTS),
-    read=_read,
+    opens=tuple(s + TO for s in _STARTS),
+    read=named_reader(_HEAD.match, _PART.fullmatch),
     controls=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
 )

@@ -5,25 +5,18 @@ A list, or names with their objects, that are the whole answer are read without 
 
 import re
 
-from qerl.serve.call_forms.form import MALFORMED, CallForm, RawCall, Reading, Schemas, json_end, json_reader
+from qerl.serve.call_forms.form import CallForm, Reading, Schemas, json_reader, named_reader
 
 _OPEN = "[TOOL_CALLS]"
 _NAME = re.compile(r"\s*+([\w.:/-]++)\s*+(?:\[CALL_ID\]\w++)?+(?:\[ARGS\])?+\s*+(?=\{)")
 _PART_OF_NAME = re.compile(r"\s*+[\w.:/-]*+\s*+(?:\[[A-Z_]*+\]?+\w*+)*+\s*+")
 _list = json_reader(())
+_named = named_reader(_NAME.match, _PART_OF_NAME.fullmatch)
 
 
 def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | None:
-    if text[place:].lstrip()[:1] == "[":
-        return _list(text, place, schemas, is_end)
-    head = _NAME.match(text, place)
-    if head is None:
-        is_open = _PART_OF_NAME.fullmatch(text, place) is not None
-        return None if is_open and not is_end else MALFORMED
-    end = json_end(text, head.end())
-    if end is None:
-        return MALFORMED if is_end else None
-    return Reading((RawCall(head[1], text[head.end() : end]),), end)
+    read = _list if text[place:].lstrip()[:1] == "[" else _named
+    return read(text, place, schemas, is_end)
 
 
 MISTRAL = CallForm(

@@ -2,7 +2,15 @@
 
 import re
 
-from qerl.serve.call_forms.form import MALFORMED, CallForm, RawCall, Reading, Schemas, typed
+from qerl.serve.call_forms.form import (
+    MALFORMED,
+    CallForm,
+    RawCall,
+    Reading,
+    Schemas,
+    read_arguments,
+    typed,
+)
 from qerl.serve.call_forms.hermes import HERMES
 
 _HEAD = re.compile(r"\s*+<function=([^>\n]++)>\s*+")
@@ -17,17 +25,11 @@ def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | No
         start = text[place:].lstrip()
         is_open = "<function=".startswith(start[:10]) and ">" not in start and "\n" not in start
         return undecided if is_open else MALFORMED
-    name, place, arguments = head[1], head.end(), {}
-    while (part := _NEXT.match(text, place)) is not None:
-        if part[1] is None:
-            return Reading((RawCall(name, arguments),), part.end())
-        end = _VALUE_END.search(text, part.end())
-        if end is None:
-            return undecided
-        value = text[part.end() : end.start()]
-        arguments[part[1]] = typed(value, schemas.get(name, {}), part[1])
-        place = end.end()
-    return undecided
+    if (tagged := read_arguments(text, head.end(), _NEXT.match, _VALUE_END.search)) is None:
+        return undecided
+    (pairs, end), schema = tagged, schemas.get(head[1], {})
+    arguments = {key: typed(value, schema, key) for key, value in pairs}
+    return Reading((RawCall(head[1], arguments),), end)
 
 
 QWEN_XML = CallForm(
