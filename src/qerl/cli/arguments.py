@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import io
 import itertools
 import os
@@ -115,6 +116,18 @@ def expand(arguments: Iterable[str], short: dict[str, str]) -> list[str]:
         require(not {name, long} <= set(names), f"{name} and {long} are the same option: give one of them")
     require(names.count("--reward") < 2, "--reward is given twice: name all after one, as --reward A B")
     return [short.get(name, name) + equals + value for name, equals, value in parts]
+
+
+def check_server_packages(command: str) -> None:
+    """Raise UserError if what a server needs is not installed."""
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"{command} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def names_of(options: Iterable[str]) -> list[str]:
+    """Return the names of the options that are set: ["--task.name"]."""
+    names = (option.partition("=")[0].replace("_", "-") for option in options if option.startswith("--"))
+    return list(dict.fromkeys(names))
 
 
 def check_known(name: str, known: Iterable[str], kind: str) -> str:

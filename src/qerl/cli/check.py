@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from qerl.cli.arguments import announce, expand, names_or_help, parse_options
+from qerl.cli.arguments import announce, expand, names_of, names_or_help, parse_options
 from qerl.cli.train import SHORT, check_asked, read_recipe, with_rate
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
@@ -43,7 +43,7 @@ class CheckOptions:
 def run(arguments: list[str]) -> None:
     names, fields = names_or_help(CheckOptions, arguments, "check [RECIPE]", DESCRIPTION)
     options = expand(fields, SHORT)
-    set_options = {option.partition("=")[0] for option in options}
+    set_options = names_of(options)
     parts, name, default = list(_MACHINE), "this machine", RunConfig()
     if names or "--task.name" in set_options:
         name, default, options = read_recipe(arguments, "check")

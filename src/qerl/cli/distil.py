@@ -6,6 +6,7 @@ from qerl.cli.arguments import (
     announce_run,
     check_recipe,
     expand,
+    names_of,
     parse_options,
     split_names,
     task_label,
@@ -58,7 +59,7 @@ def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:
     if teacher is None:
         raise UserError("distil needs --teacher: an adapter, a run, a model or the URL of an endpoint")
     names, options = split_names(arguments)
-    set_options = {option.partition("=")[0] for option in options}
+    set_options = names_of(options)
     if len(names) > 1 or (not names and "--task.name" not in set_options):
         raise UserError("distil needs a recipe or your own prompts: qerl distil RECIPE, or --task FILE")
     recipe = RECIPES[check_recipe(names[0], RECIPES, "distil")]() if names else plain()

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from qerl.cli.arguments import announce, expand, names_or_help, parse_options
+from qerl.cli.arguments import announce, expand, names_of, names_or_help, parse_options
 from qerl.cli.result import rounded
 from qerl.config import ModelConfig, RunConfig, TaskConfig
 from qerl.config.options import EvalOptions
@@ -40,8 +40,8 @@ def run(arguments: list[str]) -> None:
     arguments = expand(arguments, SHORT)
     source, files = names[0], [name for name in names[1:] if is_rows_file(name)]
     benchmarks = parse_benchmarks(name for name in names[1:] if name not in files)
-    task_options = [long for long in SHORT.values() if any(a.partition("=")[0] == long for a in arguments)]
-    set_options = [a.partition("=")[0].replace("_", "-") for a in arguments if a.startswith("--")]
+    set_options = names_of(arguments)
+    task_options = [long for long in SHORT.values() if long in set_options]
     of_task = [option for option in set_options if option.startswith("--task.")]
     require(
         not (benchmarks and not files and of_task),

@@ -9,6 +9,7 @@ from qerl.cli.arguments import (
     announce_run,
     check_recipe,
     expand,
+    names_of,
     parse_options,
     split_names,
     task_label,
@@ -85,9 +86,9 @@ def run(arguments: list[str]) -> None:
 def check_asked(config: RunConfig, options: list[str], command: str) -> list[str]:
     """Return a line for what is assumed of a run on one's own rows; raise UserError without a reward."""
     check_file("task.name", config.task.name)
-    set_options = {option.partition("=")[0] for option in options}
+    set_options = names_of(options)
     require(
-        not set_options.isdisjoint({"--task.rewards", "--agent.function"}),
+        not {"--task.rewards", "--agent.function"}.isdisjoint(set_options),
         f"{command} --task {config.task.name} needs a reward: --reward FILE.py:FUNCTION, or one that compares"
         f" with the column {config.task.answer_column}: --reward exact, numeric, math or code"
         " (qerl sft imitates rows without a reward)",
@@ -100,8 +101,7 @@ def check_asked(config: RunConfig, options: list[str], command: str) -> list[str
 def with_rate(config: RunConfig, options: list[str]) -> tuple[RunConfig, list[str]]:
     """Return the config with the learning rate for the model's size unless the options have one, and a line
     about it."""
-    set_options = {option.partition("=")[0].replace("_", "-") for option in options}
-    if "--learn.learning-rate" in set_options or (rate_and_size := rate_for(config)) is None:
+    if "--learn.learning-rate" in names_of(options) or (rate_and_size := rate_for(config)) is None:
         return config, []
     rate, size = rate_and_size
     learn = dataclasses.replace(config.learn, learning_rate=rate)
