@@ -1,9 +1,8 @@
 """Serve a model or a run over an OpenAI-compatible HTTP API."""
 
-import importlib.util
 import sys
 
-from qerl.cli.arguments import announce, names_or_help, parse_options
+from qerl.cli.arguments import announce, check_server_packages, names_or_help, parse_options
 from qerl.config import ModelConfig
 from qerl.config.options import ServeOptions
 from qerl.config.stored import read_run_config
@@ -20,8 +19,7 @@ def run(arguments: list[str]) -> None:
     if config is not None:
         default = ServeOptions(model=config.model, system_prompt=config.task.system_prompt)
     options = parse_options(ServeOptions, arguments, f"serve {source}", default, __doc__)
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise UserError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    check_server_packages("serve")
     announce(f"serve {source}: {options.model.format}, loading", sys.stdout)
     check_place(options.model.path)
     from qerl.serve.server import serve

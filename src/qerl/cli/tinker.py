@@ -1,9 +1,8 @@
 """Serve a model to programs written for Tinker's API."""
 
-import importlib.util
 import sys
 
-from qerl.cli.arguments import announce, names_or_help, parse_options
+from qerl.cli.arguments import announce, check_server_packages, names_or_help, parse_options
 from qerl.config import ModelConfig
 from qerl.config.options import TinkerOptions
 from qerl.errors import UserError
@@ -15,8 +14,7 @@ def run(arguments: list[str]) -> None:
         raise UserError("tinker needs one model: qerl tinker MODEL")
     default = TinkerOptions(model=ModelConfig(path=names[0]))
     options = parse_options(TinkerOptions, arguments, f"tinker {names[0]}", default, __doc__)
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise UserError(f"tinker needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    check_server_packages("tinker")
     announce(f"tinker {names[0]}: {options.model.format}, loading", sys.stdout)
     from qerl.tinker.server import serve
 

@@ -141,6 +141,16 @@ def has_key(request: Request, digest: bytes) -> bool:
     return is_right and scheme.lower() == "bearer"
 
 
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body; raise ApiError 413 as soon as it has more bytes."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise ApiError(413, f"the body has more than {max_bytes} bytes")
+    return bytes(body)
+
+
 class Routes:
     def __init__(self, parser: RequestParser, batcher: Batcher, metrics: ServerMetrics):
         self._metrics = metrics
@@ -242,15 +252,11 @@ class Routes:
     async def _body(self, http: Request) -> bytes:
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the content type must be application/json")
-        max_bytes, body = self._parser.options.max_body_bytes, bytearray()
+        max_bytes = self._parser.options.max_body_bytes
         length = http.headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > max_bytes:
             raise ApiError(413, f"the body has more than {max_bytes} bytes")
-        async for chunk in http.stream():
-            body += chunk
-            if len(body) > max_bytes:
-                raise ApiError(413, f"the body has more than {max_bytes} bytes")
-        return bytes(body)
+        return await read_body(http, max_bytes)
 
     async def _events(
         self, parsed: CompletionRequest, items: StreamQueue, response: ApiResponse

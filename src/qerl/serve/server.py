@@ -34,10 +34,15 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
         batcher = make_batcher(model, options)
         parser = RequestParser(model=model, options=options, name=options.name or Path(source).name)
         server = make_server(make_app(parser, batcher, api_key=key), options)
-        host, port = listener.getsockname()[:2]
-        listener.listen()  # a client that reads the line may connect at once
-        print(f"{parser.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
-        server.run(sockets=[listener])
+        run_server(server, listener, parser.name, "/v1")
+
+
+def run_server(server: ApiServer, listener: socket.socket, name: str, path: str = "") -> None:
+    """Print where the server listens, and serve until a signal."""
+    host, port = listener.getsockname()[:2]
+    listener.listen()  # a client that reads the line may connect at once
+    print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}{path}", flush=True)
+    server.run(sockets=[listener])
 
 
 def make_server(app: Starlette, options: ServeOptions) -> ApiServer:

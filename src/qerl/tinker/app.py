@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from qerl.errors import UserError, require
-from qerl.serve.app import AccessCheck
+from qerl.serve.app import AccessCheck, read_body
 from qerl.serve.fields import ApiError
 from qerl.serve.gate import Gate
 from qerl.serve.metrics import ServerMetrics
@@ -402,14 +402,9 @@ class TinkerRoutes:
         return Response(status_code=204)
 
     async def _content(self, request: Request) -> bytes:
-        limit, content = self._service.options.max_body_bytes, bytearray()
         if (encoding := request.headers.get("content-encoding")) is not None:
             raise ApiError(415, f"the body must not be compressed, got content-encoding {encoding[:50]}")
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > limit:
-                raise ApiError(413, f"the body has more than {limit} bytes")
-        return bytes(content)
+        return await read_body(request, self._service.options.max_body_bytes)
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         try:

@@ -5,12 +5,12 @@ split does not change the gradient. Gradients reach the client's adapter only wh
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from qerl.algo.batches import batches
 from qerl.algo.segment import Segments
 from qerl.config import RunConfig
 from qerl.errors import UserError, require
@@ -50,7 +50,7 @@ class Passes:
         loss, config = self.check(request)
         logprobs, total = list[np.ndarray](), 0.0
         try:
-            for part in self._parts(request.data):
+            for part in batches(request.data, lambda datum: len(datum.tokens_T), self._max_rows):
                 with torch.set_grad_enabled(not request.is_forward_only):
                     values, part_loss = self._run_part(part, loss, config)
                 if not request.is_forward_only:
@@ -80,16 +80,6 @@ class Passes:
             losses.append(loss.objective(logprob_T, inputs, config).sum())
         values = logprob_C.detach().float().cpu().split(lengths)
         return [each.numpy() for each in values], torch.stack(losses).sum()
-
-    def _parts(self, data: list[Datum]) -> Iterator[list[Datum]]:
-        part, rows = list[Datum](), 0
-        for datum in data:
-            if part and rows + len(datum.tokens_T) > self._max_rows:
-                yield part
-                part, rows = [], 0
-            part.append(datum)
-            rows += len(datum.tokens_T)
-        yield part
 
     def _check_datum(self, datum: Datum, name: str, loss: TinkerLoss, place: str) -> None:
         length, vocab_size = len(datum.tokens_T), self._slot.decoder.vocab_size

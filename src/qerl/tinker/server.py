@@ -14,7 +14,7 @@ from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import stop_token_ids
 from qerl.models.decoder import Decoder
 from qerl.models.device import resolve_device
-from qerl.serve.server import listen, make_server, read_api_key
+from qerl.serve.server import listen, make_server, read_api_key, run_server
 from qerl.tinker.adapter import ALPHA, AdapterSlot
 from qerl.tinker.app import make_app
 from qerl.tinker.passes import Passes
@@ -36,11 +36,7 @@ def serve(source: str, options: TinkerOptions) -> None:
     limits = serve_options(options)
     with listen(limits, has_key=key is not None) as listener:
         app = load_app(source, options, api_key=key)
-        server = make_server(app, limits)
-        host, port = listener.getsockname()[:2]
-        listener.listen()
-        print(f"{source} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-        server.run(sockets=[listener])
+        run_server(make_server(app, limits), listener, source)
 
 
 def serve_options(options: TinkerOptions) -> ServeOptions:
