@@ -16,7 +16,7 @@ from qerl.tasks.known_rows import open_prompt_rows
 from qerl.tasks.prompt import prompt_columns, prompt_kind
 from qerl.tasks.reward import REWARDS
 from qerl.tasks.rows import RowTable, check_file, open_rows
-from qerl.tasks.scoring import RESERVED
+from qerl.tasks.scoring import RESERVED, check_reward_columns
 from qerl.tasks.sft_rows import tables_of
 
 _MAX_BYTES = 50_000_000  # larger files are opened once, later
@@ -63,14 +63,11 @@ def _check_columns(
     config: TaskConfig, rewards: Collection[str], functions: list[_Function], table: RowTable
 ) -> None:
     further = [column for column in table.columns if column != table.prompt_column]
-    there_are = f"there are: {', '.join(further) or 'none besides the prompt'}"
-    if not {*NEED_ANSWER, "higher_lower"}.isdisjoint(rewards):
-        lacks = f"task.answer_column: no column {config.answer_column!r} ({there_are})"
-        require(config.answer_column in table.columns, lacks)
-    for function in functions:
-        names = [name for name in _required(function) if name not in {*RESERVED, *table.columns}]
-        needs = f"{function.name} needs {', '.join(names)}, but the data has no such column"
-        require(not names, f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
+    compares = not {*NEED_ANSWER, "higher_lower"}.isdisjoint(rewards)
+    is_missing = compares and config.answer_column not in table.columns
+    known = {*RESERVED, *table.columns}
+    missing = ((f.name, [name for name in _required(f) if name not in known]) for f in functions)
+    check_reward_columns(further, config.answer_column if is_missing else None, missing)
 
 
 def _required(function: _Function) -> list[str]:

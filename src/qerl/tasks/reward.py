@@ -36,6 +36,7 @@ from qerl.tasks.scoring import (
     NOT_SUPPORTED,
     RESERVED,
     Failure,
+    check_reward_columns,
     finite_number,
     missing_arguments,
     name_of,
@@ -142,13 +143,9 @@ class RewardPool:
 
     def check(self, prompt: Prompt) -> None:
         """Raise UserError if the functions need a column that the prompt, and so the data set, lacks."""
-        there_are = f"there are: {', '.join(prompt.columns) or 'none besides the prompt'}"
-        if self._answer_column is not None and self._answer_column not in prompt.columns:
-            raise UserError(f"task.answer_column: no column {self._answer_column!r} ({there_are})")
-        for function in self._functions:
-            if names := missing_arguments(function, {*RESERVED, *prompt.columns}):
-                needs = f"{name_of(function)} needs {', '.join(names)}, but the data has no such column"
-                raise UserError(f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
+        known = {*RESERVED, *prompt.columns}
+        missing = ((name_of(function), missing_arguments(function, known)) for function in self._functions)
+        check_reward_columns(prompt.columns, self._answer_column, missing)
 
     def play(self, calls: Sequence[Call]) -> list[EnvironmentReply | Failure]:
         """Run all environment calls concurrently and return their replies."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from qerl.errors import redact
+from qerl.errors import UserError, redact
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments available to every function; a column of the same name does not replace them."""
@@ -50,6 +50,20 @@ class Failure:
     cause: str
     """Kind of failure, by which failures are counted."""
     message: str
+
+
+def check_reward_columns(
+    columns: Collection[str], answer_column: str | None, missing: Iterable[tuple[str, list[str]]]
+) -> None:
+    """Raise UserError if the data lacks the answer column, or arguments of a function. columns: of the data,
+    besides the prompt; missing: by function, the arguments that are no column."""
+    there_are = f"there are: {', '.join(columns) or 'none besides the prompt'}"
+    if answer_column is not None and answer_column not in columns:
+        raise UserError(f"task.answer_column: no column {answer_column!r} ({there_are})")
+    for name, arguments in missing:
+        if arguments:
+            needs = f"{name} needs {', '.join(arguments)}, but the data has no such column"
+            raise UserError(f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -152,11 +152,8 @@ def _sampled(
     sampling = dataclasses.replace(sampling_of(config), max_tokens=max_tokens)
     samples_by_prompt: dict[int, tuple[list[int], list[list[int]]]] = {}
     num_tokens = 0
-    for call in range(_MAX_CALLS):
-        prompts_P = [
-            p for p in task.train_prompts(call, config.num_prompts) if p.index not in samples_by_prompt
-        ]
-        if not prompts_P or num_tokens >= CALIBRATION_TOKENS:
+    for prompts_P in calibration_cache.new_prompts(config, task, _MAX_CALLS):
+        if num_tokens >= CALIBRATION_TOKENS:
             break
         request = GenerateRequest(
             prompts_P, num_samples=NUM_SAMPLES, sampling=sampling, seed=config.seed, step=EVALUATION_STEP

@@ -24,6 +24,7 @@ from qerl.models.quantize.calibration import CALIBRATION_TOKENS
 from qerl.tasks import Task
 from qerl.tasks.sources import file_digest
 from qerl.tracking.atomic_file import encode, make_folder, read_object, write_atomic
+from qerl.types import Prompt
 
 NOTE = "qerl_calibrated.json"
 METHOD = 1
@@ -46,16 +47,23 @@ def calibration_key(
 def calibration_prompts(config: RunConfig, task: Task, num_calls: int) -> Iterator[list[int]]:
     """Yield the tokens of each prompt that calibration may sample: until they alone have
     CALIBRATION_TOKENS."""
-    seen: set[int] = set()
     num_tokens = 0
+    for prompts in new_prompts(config, task, num_calls):
+        yield from (prompt.tokens_T for prompt in prompts)
+        num_tokens += sum(len(prompt.tokens_T) for prompt in prompts)
+        if num_tokens >= CALIBRATION_TOKENS:
+            return
+
+
+def new_prompts(config: RunConfig, task: Task, num_calls: int) -> Iterator[list[Prompt]]:
+    """Yield the training prompts of each call that no earlier one had, until a call has none."""
+    seen: set[int] = set()
     for call in range(num_calls):
         new = [prompt for prompt in task.train_prompts(call, config.num_prompts) if prompt.index not in seen]
-        for prompt in new:
-            yield prompt.tokens_T
-            num_tokens += len(prompt.tokens_T)
-            seen.add(prompt.index)
-        if not new or num_tokens >= CALIBRATION_TOKENS:
+        if not new:
             return
+        seen |= {prompt.index for prompt in new}
+        yield new
 
 
 def model_digest(source: ModelSource) -> str:
