@@ -17,7 +17,9 @@ from qerl.kernels.runtime.gpu_memory import allowed_bytes
 from qerl.kernels.runtime.virtual_memory import can_give_back
 from qerl.models.decoder import Decoder
 
-_CPU_BYTES, _SHARE, _SHARE_IF_RESIDENT = 1e9, 0.9, 0.6
+SHARE = 0.9
+"""Share of the free memory that the KV cache takes."""
+_CPU_BYTES, _SHARE_IF_RESIDENT = 1e9, 0.6
 _BLOCK_BYTES = 20 << 20  # smallest block that torch allocates for a tensor over 1 MiB
 
 
@@ -26,7 +28,7 @@ def new_cache_bytes(config: EngineConfig, decoder: Decoder, resident_bytes: int)
     max_bytes = max_cache_bytes(config, decoder, resident_bytes)
     if config.kv_cache_gb is not None or decoder.device.type == "cpu":
         return max_bytes
-    return max_bytes * (_SHARE if can_give_back(decoder.device) else _SHARE_IF_RESIDENT)
+    return max_bytes * (SHARE if can_give_back(decoder.device) else _SHARE_IF_RESIDENT)
 
 
 def max_cache_bytes(config: EngineConfig, decoder: Decoder, resident_bytes: int) -> float:

@@ -38,7 +38,7 @@ from qerl.cost.weights import (
     optimizer_bytes,
     weight_bytes,
 )
-from qerl.engine.cache.budget import free_bytes
+from qerl.engine.cache.budget import SHARE, free_bytes
 from qerl.engine.cache.size import CacheSize
 from qerl.engine.schedule.cache_space import Space
 from qerl.engine.schedule.page_pool import num_pages, own_pages
@@ -52,7 +52,6 @@ _CHECKPOINTING_MODES = "none", "layer", "offload"
 MAX_TOKENS = 65_536  # of a micro-batch
 _ENOUGH_WORK = 5e13  # tokens * weights: 0.7 s of an H100
 _EVEN_TOKENS = 16_384
-_CACHE_SHARE = 0.9  # of what is free, as in engine/cache/budget.py
 USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
 
 
@@ -124,7 +123,7 @@ def with_free_cache(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_
     parts = memory_parts(a, config, prompt_tokens)
     wanted = sum(part.num_bytes for part in parts if part.name == "KV cache")
     others = sum(part.num_bytes for part in parts if part.when in ("always", "sampling")) - wanted
-    free = _CACHE_SHARE * (USABLE_SHARE * gpu_bytes - others)
+    free = SHARE * (USABLE_SHARE * gpu_bytes - others)
     minimum = kv_cache_bytes(a, with_fields(config, "engine", max_num_seqs=1), prompt_tokens)
     if wanted <= free or free < minimum:
         return config

@@ -144,11 +144,15 @@ def _rate(gpu: Gpu | None, a: Architecture, config: RunConfig, lengths: tuple[in
 
 
 def _choices(
-    a: Architecture, config: RunConfig, lengths: tuple[int, int], gpu_bytes: float, gpu: Gpu | None
+    a: Architecture,
+    config: RunConfig,
+    resolved: RunConfig,
+    lengths: tuple[int, int],
+    gpu_bytes: float,
+    gpu: Gpu | None,
 ) -> list[str]:
     """Return a line for the run as it is, whose samples do not all fit at once, and for each option with
     which more of them do."""
-    resolved = _as_run(a, config, lengths[0], gpu_bytes)
     at_once = resident_samples(a, resolved, lengths[0])
     lines = [f"  {'as it is':48}{_rate(gpu, a, resolved, lengths)}"]
     for option in (_FP8_CACHE, _OFFLOAD, ("model", "head_format", "nvfp4"), ("adapter", "rank", 16)):
@@ -185,7 +189,7 @@ def format_plan(
     before = _before_training(a, config, prompt_tokens)
     peak = max(peak_bytes(parts), *before.values())
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
-    advice = _advice(a, config, lengths, gpu_gb * 1e9, gpu, fits=fits)
+    advice = _advice(a, config, resolved, lengths, gpu_gb * 1e9, gpu, fits=fits)
     lines = [
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
     ]
@@ -216,15 +220,16 @@ def format_plan(
 def _advice(
     a: Architecture,
     config: RunConfig,
+    resolved: RunConfig,
     lengths: tuple[int, int],
     gpu_bytes: float,
     gpu: Gpu | None,
     *,
     fits: bool,
 ) -> list[str]:
-    """Return what fits, how many samples run at once, or the options that make the run fit."""
+    """Return what fits, how many samples run at once, or the options that make the run fit. resolved: the
+    config as it runs."""
     prompt_tokens, _ = lengths
-    resolved = _as_run(a, config, prompt_tokens, gpu_bytes)
     if not fits:
         if options := options_that_fit(a, config, lengths, gpu_bytes, gpu):
             return ["it fits with", *(f"  {line}" for line in options)]
@@ -236,7 +241,7 @@ def _advice(
         f"the KV cache takes what is free, for {resident_samples(a, resolved, prompt_tokens)} of"
         f" {config.num_prompts * config.num_generations} samples of the maximum length at once;"
         " the others wait for their turn",
-        *_choices(a, config, lengths, gpu_bytes, gpu),
+        *_choices(a, config, resolved, lengths, gpu_bytes, gpu),
     ]
 
 
