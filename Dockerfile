@@ -1,4 +1,4 @@
-# qerl with the CUDA kernels: docker build -t qerl . && docker run --gpus all -v $PWD/runs:/work/runs qerl train demo
+# qerl with the CUDA kernels: docker build -t qerl . && docker run --gpus all -v $PWD/runs:/data/runs qerl train demo
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
 RUN apt-get update \
@@ -11,5 +11,5 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
 RUN pip install --no-cache-dir "/src[gpu,serve]"
 
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["qerl"]
