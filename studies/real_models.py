@@ -21,8 +21,10 @@ from qerl.config import RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import UserError
 from qerl.eval.benchmark import majority_reward
+from qerl.learner.distributed import Ranks
 from qerl.models.device import resolve_device
 from qerl.tasks import RewardPool, VotePool
+from qerl.training.calibrated import with_calibrated_base
 from qerl.training.policy import load_task, load_trained_sampler
 from qerl.training.rollouts.evaluation import (
     EVALUATION_STEP,
@@ -52,8 +54,13 @@ def train_and_test(job: Job) -> dict[str, Any]:
 
 
 def measure_before_training(job: Job) -> dict[str, Any]:
-    """Answer the test problems with the model as it is."""
-    return {"final": test_figures(run_config(job), None), "curve": []}
+    """Answer the test problems with the model as it is, or as the job calibrates it."""
+    config = run_config(job)
+    config = dataclasses.replace(config, model=resolve_device(config.model))
+    begin = time.perf_counter()
+    config = with_calibrated_base(config, Ranks(0, 1), print)
+    calibrate_s = time.perf_counter() - begin
+    return {"final": test_figures(config, None) | {"calibrate_s": round(calibrate_s, 2)}, "curve": []}
 
 
 def test_figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float]:

@@ -10,7 +10,14 @@ from qerl.errors import UserError
 from qerl.tasks import VotePool
 from qerl.types import Group, Prompt, Sample
 from studies.catalog_real import REAL_STUDIES
-from studies.real_models import _accuracies, _votes, strict, train_and_test, with_local_files
+from studies.real_models import (
+    _accuracies,
+    _votes,
+    measure_before_training,
+    strict,
+    train_and_test,
+    with_local_files,
+)
 from studies.run import best_rates, choice_jobs, final_jobs
 from studies.study import select, with_fields
 
@@ -72,6 +79,16 @@ def test_a_line_has_the_figures_before_and_after(files, tmp_path):
     assert 0 < line["final"]["tokens_sampled"] <= 8
 
 
+def test_an_untrained_arm_is_calibrated_and_measured_so(files, tmp_path):
+    study = REAL_STUDIES["gsm8k_untrained"]()
+    study = dataclasses.replace(study, base=with_fields(study.base, TINY), files=files)
+    arm = next(arm for arm in study.arms if arm.name == "nvfp4-gptq")
+    job = study.job(study.tasks[0], arm, 0, None, tmp_path)
+    line = measure_before_training(job)
+    assert (job.folder / "base" / "config.json").exists()
+    assert {metric.key for metric in study.metrics} <= set(line["final"])
+
+
 def test_an_arm_takes_the_rate_that_another_chose(tmp_path):
     study = REAL_STUDIES["gsm8k"]()
     trials = choice_jobs(study, tmp_path)
@@ -93,7 +110,7 @@ def test_an_arm_takes_the_rate_that_another_chose(tmp_path):
         **dict.fromkeys(("nvfp4+aqn", "nf4", "mxfp4", "nvfp4-gptq", "nvfp4-gptq+aqn"), 1e-4),
         "bf16+aqn": 2e-5,
     }
-    assert len(jobs) == 9 * 5
+    assert len(jobs) == 9 * 6
 
 
 def group(texts, answer):
