@@ -24,8 +24,9 @@ class EngineConfig:
     128; as many as the KV cache holds run."""
 
     max_num_batched_tokens: int | None = None
-    """Maximum number of prompt tokens in one forward pass. None: 4,096; 16,384 with a mixture of experts,
-    which are unpacked once a pass."""
+    """Maximum number of prompt tokens in one forward pass. None: 4,096, on a GPU up to 32,768 for small
+    layers, whose launches take longer than their products; 16,384 with a mixture of experts, which are
+    unpacked once a pass."""
 
     decode_steps_per_sync: int | None = None
     """Decode steps between two synchronizations with the host. None: 8 on a GPU, 1 on a CPU."""
@@ -45,10 +46,6 @@ class EngineConfig:
     def max_rows(self, *, has_kernels: bool) -> int:
         """Return max_num_seqs, resolved. has_kernels: decode steps use the decode kernels."""
         return self.max_num_seqs or (256 if has_kernels and not self.exact else 128)
-
-    def batched_tokens(self, *, is_mixture: bool) -> int:
-        """Return max_num_batched_tokens, resolved."""
-        return self.max_num_batched_tokens or (16_384 if is_mixture else 4096)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

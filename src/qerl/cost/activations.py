@@ -17,7 +17,7 @@ from qerl.cost.cache import num_routes
 from qerl.cost.form import ModelForm
 from qerl.cost.operands import largest_operand_bytes
 from qerl.kernels.head.head_operand import slice_columns
-from qerl.kernels.linear.fused_linear import WIDE_ROWS
+from qerl.kernels.linear.fused_linear import wide_rows
 from qerl.kernels.pointwise.matmul_fp32 import CHUNK_ROWS
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LayerSpec, counted_specs
@@ -118,7 +118,7 @@ def pass_bytes(a: Architecture, form: ModelForm, rows: int) -> float:
     """Return the bytes of a forward pass without gradient: one layer's activations, gate and up (in fp32 for
     some rows, except in FP8's kernels), and the layer's largest operand."""
     specs, size = [spec for spec, _ in counted_specs(a)], form.element_bytes
-    gate_up = 2 * size * rows if form.saves_up else 8 * min(rows, WIDE_ROWS)
+    gate_up = 2 * size * rows if form.saves_up else 8 * min(rows, wide_rows(2 * a.ff_width))
     row = size * (4 * a.width + 2 * max(x.qkv.out_width for x in specs))
     row += 0 if a.delta is None else a.delta.working_bytes
     mlp = max(

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.algo.batches import batches
 from qerl.config import EngineConfig
 from qerl.cost.cache import FP8, slot_bytes
+from qerl.cost.prefill import batched_tokens, min_prefill_tokens
 from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.cache.budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.cache.kv_cache import KVCache
@@ -62,13 +63,15 @@ class PagedEngine(LocalEngine):
         *,
         stop_token_ids: frozenset[int],
     ):
+        is_on_gpu = decoder.device.type != "cpu"
         super().__init__(
             decoder,
             tokenizer,
             stop_token_ids=stop_token_ids,
-            max_num_batched_tokens=config.batched_tokens(is_mixture=decoder.architecture.mixture is not None),
+            max_num_batched_tokens=batched_tokens(config, decoder.architecture, on_gpu=is_on_gpu),
         )
         self._decoder, self._config = decoder, config
+        self._min_prefill_tokens = min_prefill_tokens(config, decoder.architecture, on_gpu=is_on_gpu)
         self._cache: KVCache | None = None
         self._host = HostPieces(decoder.device)
         self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else decoder.compute
@@ -196,7 +199,13 @@ class PagedEngine(LocalEngine):
         rows = self._runners.max_rows
         generation = Generation(
             cache,
-            Scheduler(groups, space, max_num_seqs=rows, max_admitted_tokens=max_admitted_tokens),
+            Scheduler(
+                groups,
+                space,
+                max_num_seqs=rows,
+                max_admitted_tokens=max_admitted_tokens,
+                min_prefill_tokens=self._min_prefill_tokens,
+            ),
             self._runners.teacher_forcing()
             if self._config.exact
             else Prefill(self._decoder, cache, self._max_num_batched_tokens),

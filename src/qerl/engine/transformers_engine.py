@@ -36,6 +36,7 @@ from qerl.engine.schedule.scheduler import Scheduler
 from qerl.models.transformers_backend.transformers_model import TransformersModel
 from qerl.types import Sampling
 
+_PREFILL_TOKENS = 4096
 _MAX_PAGES = 1 << 18  # of a server, whose requests could be as long as the model allows
 
 
@@ -52,7 +53,7 @@ class TransformersEngine(LocalEngine):
             model,
             tokenizer,
             stop_token_ids=stop_token_ids,
-            max_num_batched_tokens=config.batched_tokens(is_mixture=False),
+            max_num_batched_tokens=config.max_num_batched_tokens or _PREFILL_TOKENS,
         )
         self._transformer, self._config = model, config
         self.max_rows = config.max_rows(has_kernels=False)

@@ -215,6 +215,16 @@ def test_some_prompts_are_admitted_ahead_so_that_a_prefill_is_worth_its_launches
     runner.run()
 
 
+def test_the_more_tokens_a_prefill_is_worth_the_more_samples_are_admitted_ahead():
+    found = []
+    for least in (2048, 4096, 16_384):
+        groups = [live_group(i, 100, 8, 2) for i in range(200)]
+        space = CacheSpace(Space(10_000, 0, 0), PAGE_TOKENS)
+        scheduler = Scheduler(groups, space, max_num_seqs=32, min_prefill_tokens=least)
+        found.append(len(scheduler.admit()))
+    assert found == [20, 24, 48]  # 2 samples each: the rows, and a quarter, a half, twice as many more
+
+
 def test_the_batch_is_rebuilt_for_one_sample_in_32_or_the_last_ones():
     groups = [live_group(0, 4, 99, 128), live_group(1, 4, 9, 6)]
     runner = FakeRunner(groups, total_pages=10_000, max_num_seqs=128)

@@ -13,6 +13,7 @@ import torch
 
 from qerl.config import EngineConfig
 from qerl.cost.activations import expert_pass_bytes
+from qerl.cost.prefill import batched_tokens
 from qerl.kernels.runtime.gpu_memory import allowed_bytes
 from qerl.kernels.runtime.virtual_memory import can_give_back
 from qerl.models.decoder import Decoder
@@ -60,5 +61,5 @@ def working_bytes(config: EngineConfig, decoder: Decoder) -> float:
     row = 2 * (4 * a.ff_width + 10 * a.width + 2 * heads)
     row += 0 if a.delta is None else a.delta.working_bytes
     row += expert_pass_bytes(a, 2)
-    rows = config.batched_tokens(is_mixture=a.mixture is not None)
+    rows = batched_tokens(config, a, on_gpu=decoder.device.type != "cpu")
     return rows * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES

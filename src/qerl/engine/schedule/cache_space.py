@@ -85,11 +85,17 @@ class CacheSpace:
         has_pages = needed.pages <= self.pages.num_free and needed.windowed <= self.windows.pool.num_free
         return has_pages and needed.slots <= self.slots.num_free
 
-    def can_finish(self, groups: list[LiveGroup]) -> bool:
-        """True if next to the prompts of these groups there is space for any one sample of maximum length."""
-        prompts = sum(map(self.prompt, groups), Space())
-        longest = max(own_pages(g.prompt_tokens, g.max_tokens, self.page_tokens) for g in groups)
+    def can_finish(self, prompts: Space, longest: int) -> bool:
+        """True if next to these prompts there is space for a sample with `longest` pages of its own."""
         return prompts + self._sample(longest) <= self.total
+
+    def prompts(self, groups: list[LiveGroup]) -> tuple[Space, int]:
+        """Return the space of these groups' prompts, and the most pages that one of their samples has."""
+        return sum(map(self.prompt, groups), Space()), max(map(self.own_pages, groups), default=0)
+
+    def own_pages(self, group: LiveGroup) -> int:
+        """Return the pages of one of its samples at its maximum length, besides the prompt's full ones."""
+        return own_pages(group.prompt_tokens, group.max_tokens, self.page_tokens)
 
     def prompt(self, group: LiveGroup) -> Space:
         """Return the space of the group's prompt. A branch uses the slot of its parent's prompt."""

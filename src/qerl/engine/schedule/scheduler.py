@@ -25,7 +25,8 @@ import math
 from qerl.engine.schedule.cache_space import CacheSpace, Space
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 
-_MIN_PREFILL_TOKENS = 2048  # the GPU waits for the launches of a prefill of fewer than 1,024
+MIN_PREFILL_TOKENS = 2048  # of a 7B model, the GPU waits for the launches of a prefill of fewer than 1,024
+_AHEAD_TOKENS = 4 * MIN_PREFILL_TOKENS  # a quarter of the rows is admitted ahead for a prefill of 2,048
 _JOINING_SHARE = 32  # the batch is rebuilt once one row in 32 can be filled, not for each sample
 
 
@@ -42,8 +43,10 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_admitted_tokens: int | None = None,
+        min_prefill_tokens: int = MIN_PREFILL_TOKENS,
     ):
-        """max_admitted_tokens: prompt tokens after which `admit` takes no further group."""
+        """max_admitted_tokens: prompt tokens after which `admit` takes no further group. min_prefill_tokens:
+        up to which it takes groups whose samples wait for rows."""
         self.space = space
         self.running: list[LiveSample] = []  # oldest first
         self.parked: list[LiveSample] = []
@@ -51,6 +54,8 @@ class Scheduler:
         self.has_postponed = False
         """True if the latest `admit` left a group to the next one, to keep running samples from waiting."""
         self._max_num_seqs, self._max_admitted_tokens = max_num_seqs, max_admitted_tokens or math.inf
+        self._min_prefill_tokens = min_prefill_tokens
+        self._max_ahead = 0 if space.total.slots else max_num_seqs * min_prefill_tokens // _AHEAD_TOKENS
         self._not_admitted = collections.deque(groups)
         self._waiting: collections.deque[LiveSample] = collections.deque()  # oldest first
         self._admitted: list[LiveGroup] = []
@@ -118,14 +123,18 @@ class Scheduler:
         """Allocate the prompts of groups to prefill now and return the groups; their samples then wait."""
         admitted, num_tokens, self.has_postponed = [], 0, False
         num_live, reserved = len(self.running), self.space.growth(self.running)
-        num_ahead = 0 if self.space.total.slots else self._max_num_seqs // 4
+        prompts, longest = self.space.prompts(self._admitted)
         while not self._waiting and self._not_admitted:
-            is_short = 0 < num_tokens < _MIN_PREFILL_TOKENS
-            if num_live >= self._max_num_seqs + num_ahead * is_short:
+            is_short = 0 < num_tokens < self._min_prefill_tokens
+            if num_live >= self._max_num_seqs + self._max_ahead * is_short:
                 break
             group = self._not_admitted[0]
+            prompts += self.space.prompt(group)
+            longest = max(longest, self.space.own_pages(group))
             self.has_postponed = num_tokens >= self._max_admitted_tokens
             if self.has_postponed or not self._fits(group, reserved):
+                break
+            if not self.space.can_finish(prompts, longest):
                 break
             self._not_admitted.popleft()
             self.space.allocate_prompt(group)
@@ -139,10 +148,8 @@ class Scheduler:
         return admitted
 
     def _fits(self, group: LiveGroup, reserved: Space) -> bool:
-        """True if the group's prompt and first sample fit next to the reserved space, and any one admitted
-        sample can reach its maximum length."""
-        needed = self.space.prompt(group) + self.space.first_sample(group) + reserved
-        return self.space.has_free(needed) and self.space.can_finish([*self._admitted, group])
+        """True if the group's prompt and first sample fit next to the reserved space."""
+        return self.space.has_free(self.space.prompt(group) + self.space.first_sample(group) + reserved)
 
     def schedule(self) -> list[LiveSample]:
         """Move waiting samples to the running batch, oldest first, with pages up to their newest token.

@@ -14,7 +14,7 @@ the columns of the one product are multiplied by their alphas (scale_columns.py,
 
 `linear_onto` adds to the fp32 residual stream in the same product, with no rounding to x's dtype in between.
 `fused_swiglu` rounds silu(gate) * up only, not gate and up, which brings the engine and the learner of a 7B
-model closer (dev/log/precision.md). It holds gate and up in fp32 for WIDE_ROWS rows at a time; its backward
+model closer (dev/log/precision.md). It holds gate and up in fp32 for `wide_rows` rows at a time; its backward
 pass reads gate and the result, which the next product keeps anyway. Where only the gradient needs it (a
 recomputed layer) and products for gradients are of integers, gate and up are too, and none is stored in fp32.
 
@@ -41,8 +41,8 @@ from qerl.kernels.runtime import row_kernel
 CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
 
 
-# Rows of gate and up in fp32: 310 MB at the 7B shape; the tiles of the product divide evenly among the SMs.
-WIDE_ROWS = 2048
+WIDE_ROWS = 2048  # the tiles of the product divide evenly among the SMs
+_WIDE_NUMBERS = WIDE_ROWS * 2 * 18_944  # 310 MB of gate and up in fp32, 2,048 rows at the 7B shape
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -113,6 +113,12 @@ def linear_onto(
     return request_dtype(y_TN, x_TK.dtype)
 
 
+def wide_rows(width: int) -> int:
+    """Return the rows that `fused_swiglu` computes at once: more where gate and up, together of this width,
+    are narrow, since a launch takes the host longer than these rows take the device."""
+    return max(_WIDE_NUMBERS // width // WIDE_ROWS, 1) * WIDE_ROWS
+
+
 def fused_swiglu(
     x_TK: Tensor, operand: Operand, parts: Sequence[LinearPart], *, room: int = 0, gaps_are_free: bool = False
 ) -> Tensor:
@@ -181,13 +187,14 @@ def _put_gate_up(
     y_TF: Tensor, gate_TF: Tensor | None, x_TC: Tensor, w_NC: Tensor, parts: Sequence[LinearPart]
 ) -> None:
     T, N = len(x_TC), len(w_NC)
-    wide_TN = torch.empty(min(T, WIDE_ROWS), N, dtype=torch.float32, device=x_TC.device)
+    step = wide_rows(N)
+    wide_TN = torch.empty(min(T, step), N, dtype=torch.float32, device=x_TC.device)
     factors_N, bare = None, parts
     if len(_runs(parts)) == 1 and isinstance(parts[0].alpha, Tensor) and parts[0].bias_N is None:
         factors_N = _factors(parts)
         bare = [dataclasses.replace(part, alpha=1.0) for part in parts]
-    for start in range(0, T, WIDE_ROWS):
-        some = slice(start, min(start + WIDE_ROWS, T))
+    for start in range(0, T, step):
+        some = slice(start, min(start + step, T))
         gate_up_TN = wide_TN[: some.stop - start]
         _put(gate_up_TN, x_TC[some], w_NC, bare)
         saved_TF = None if gate_TF is None else gate_TF[some]

@@ -95,7 +95,7 @@ class CudaKernel:
         if config is None:
             config = configs[block_threads] = self._config(driver, block_threads)
         config.gridDimX = grid
-        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        config.hStream = _current_stream(self.device)
         arguments = _ARGUMENTS.of(parameters)
         checked(driver.cuLaunchKernelEx(config, function, arguments.address, 0))
 
@@ -234,6 +234,12 @@ def tensor_map(x_MK: Tensor, rows: int, columns: int) -> bytes:
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return ctypes.string_at(checked(encoded).getPtr(), 128)
+
+
+def _current_stream(device: torch.device) -> int:
+    """Return the address of the device's current stream; making torch's object takes as long as a launch."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
 class _Configs(threading.local):

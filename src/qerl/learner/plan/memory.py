@@ -30,6 +30,7 @@ from qerl.cost.activations import head_bytes, host_bytes, kept_bytes, layer_byte
 from qerl.cost.cache import FP8, slot_bytes
 from qerl.cost.form import ModelForm
 from qerl.cost.operands import adapter_column_bytes, int8_bytes, operand_cache_bytes, unpacked_bytes
+from qerl.cost.prefill import batched_tokens
 from qerl.cost.weights import (
     embedding_bytes,
     num_active_params,
@@ -185,7 +186,7 @@ def memory_parts(
     form, learn, rows = form_of(config), config.learn, rows or microbatch_rows(config, prompt_tokens)
     n = num_trained_weights(a, config.adapter)
     step_tokens = config.num_prompts * (prompt_tokens + config.num_generations * config.sample.max_tokens)
-    prefill_rows = min(config.engine.batched_tokens(is_mixture=a.mixture is not None), step_tokens)
+    prefill_rows = min(batched_tokens(config.engine, a, on_gpu=config.model.device != "cpu"), step_tokens)
     # The head's rows are freed before the layers' backward passes begin; the saved inputs stay all along.
     saved = kept_bytes(a, form, learn, rows)
     layers = layer_bytes(a, form, learn, rows) + unpacked_bytes(a, form, learn)
