@@ -60,16 +60,19 @@ class TileOptions:
 def candidates(N: int, K: int, most_tokens: int) -> list[Choice]:
     """Return the choices to measure: narrower tiles have more CTAs and longer stages."""
     two = [(tiles, 1, k, 2) for tiles in (1, 2) for k in (512, 256)]
+    # one warpgroup and many tiles of tokens: more CTAs for the products of small models
+    narrow = [(tiles, 1, k, ctas) for tiles in (1, 2, 3, 4, 8) for k in (512, 256, 128) for ctas in (1, 2)]
     if most_tokens <= 32:
         forms = [*two[:2], (1, 1, 512, 1), (1, 2, 512, 1), (1, 2, 256, 1)]
     elif most_tokens <= 64:
         one = [(tiles, groups, k, 1) for tiles in (1, 2) for groups in (1, 2, 3) for k in (256, 128)]
-        forms = [*two[2:], *one]
+        forms = [*two[2:], *one, *narrow[:-6]]
     elif most_tokens <= 128:
         one = [(tiles, groups, k, 1) for tiles in (1, 2) for groups in (2, 3) for k in (256, 128)]
-        forms = [(3, 1, 256, 2), *one]
+        forms = [*one, *narrow]
     else:
         forms = [(tiles, groups, k, 1) for tiles in (1, 2, 3, 4) for groups in (2, 3) for k in (256, 128, 64)]
+        forms += narrow[6:]
     names = ("token_tiles", "warpgroups", "k_block", "ctas_per_sm")
     each = [
         Choice(N=N, K=K, most_tokens=most_tokens, us=0.0, **dict(zip(names, form, strict=True)))

@@ -9,8 +9,8 @@ from qerl.models.random_weights import shape
     ("name", "tokens", "least"),
     [
         ("qwen2.5-0.5b", 32_768, 16_384),
-        ("qwen2.5-1.5b", 16_384, 8192),
-        ("qwen2.5-3b", 8192, 4096),
+        ("qwen2.5-1.5b", 32_768, 16_384),
+        ("qwen2.5-3b", 16_384, 8192),
         ("qwen2.5-7b", 4096, 2048),
         ("qwen2.5-32b", 4096, 2048),
         ("qwen3-30b-a3b", 16_384, 2048),

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from conftest import rms_error
 from qerl.formats import NVFP4, e2m1
 from qerl.kernels.linear.round_columns import nearest
-from qerl.models.quantize.rounding import add_damping, round_to_grid
+from qerl.models.quantize.rounding import add_damping, gram, round_to_grid
 
 N, K, T = 48, 160, 400
 
@@ -69,3 +70,22 @@ def test_nearest_is_the_rounding_of_the_format():
 def test_inputs_that_span_little_are_damped(scale):
     x_TK = scale * torch.ones(1, K)
     torch.linalg.cholesky(add_damping(x_TK.T @ x_TK, 0.01))
+
+
+def test_an_indefinite_sum_of_inputs_is_damped_more(rng):
+    """Sums in float32 can miss a small eigenvalue by more than the damping."""
+    x_TK = torch.randn(200, 32, generator=rng)
+    h_KK = (x_TK.T @ x_TK).double()
+    h_KK -= 1.001 * torch.linalg.eigvalsh(h_KK)[0] * torch.eye(32, dtype=torch.float64)
+    with pytest.raises(torch.linalg.LinAlgError):
+        torch.linalg.cholesky(h_KK.flip(0, 1))
+    weight_NK, steps_NK = torch.randn(8, 32, generator=rng), torch.full((8, 32), 0.5)
+    q_NK = round_to_grid(weight_NK, steps_NK, h_KK, sweeps=2) * steps_NK
+    nearest_NK = round_to_grid(weight_NK, steps_NK, torch.eye(32, dtype=torch.float64), sweeps=0) * steps_NK
+    assert error(q_NK, weight_NK, h_KK) < error(nearest_NK, weight_NK, h_KK)
+
+
+def test_the_sum_over_inputs_is_that_of_float64(rng):
+    x_TK = torch.randn(3000, 16, generator=rng)
+    want = x_TK.double().T @ x_TK.double()
+    assert gram(x_TK).dtype == torch.float64 and rms_error(gram(x_TK), want) < 1e-6

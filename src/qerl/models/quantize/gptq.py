@@ -31,7 +31,7 @@ from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear
 from qerl.models.peft.adapter import merged_expert, merged_weight
 from qerl.models.quantize.calibration import Calibration
-from qerl.models.quantize.rounding import add_damping, round_to_grid
+from qerl.models.quantize.rounding import add_damping, gram, round_to_grid
 
 DAMPING, SWEEPS = 0.01, 2
 MIN_EXPERT_ROWS = 8
@@ -101,7 +101,7 @@ def _requantize_group(
     linears: tuple[QuantLinear, ...], kind: Kind, select_scales: SelectScales, x_TK: Tensor, *_: Any
 ) -> None:
     target_NK = torch.cat([merged_weight(linear) for linear in linears]).float()
-    h_KK = add_damping(x_TK.float().T @ x_TK.float(), DAMPING)
+    h_KK = add_damping(gram(x_TK), DAMPING)
     whole = _rounded([linear.weight for linear in linears], target_NK, h_KK, kind, select_scales)
     first = 0
     for linear in linears:
@@ -127,11 +127,11 @@ def _requantize_experts(
     frozen = experts.weight
 
     def rounded(e: int) -> PackedWeight:
-        x_sK = x_SK[ends[e] : ends[e + 1]].float()
+        x_sK = x_SK[ends[e] : ends[e + 1]]
         has_few = len(x_sK) < (MIN_EXPERT_ROWS if _frozen_grid([frozen[e]], kind) is None else 1)
         if has_few:
             nearest.add((layer_index, e))
-        h_KK = torch.eye(x_SK.shape[1], device=x_SK.device) if has_few else x_sK.T @ x_sK
+        h_KK = torch.eye(x_SK.shape[1], device=x_SK.device) if has_few else gram(x_sK)
         target_NK = merged_expert(experts, e).float()
         return _rounded([frozen[e]], target_NK, add_damping(h_KK, DAMPING), kind, select_scales)
 

@@ -20,6 +20,17 @@ from torch import Tensor
 
 from qerl.kernels.linear.round_columns import round_columns
 
+_GRAM_ROWS, _DAMPINGS = 1024, 6
+
+
+def gram(x_TK: Tensor) -> Tensor:
+    """Return X^T X in float64 [K, K], the sum of products of 1,024 rows in float32: inputs with a few huge
+    columns, as those of Qwen2.5's down projections, lose their definiteness in sums of 32,768 rows."""
+    h_KK = torch.zeros(x_TK.shape[1], x_TK.shape[1], dtype=torch.float64, device=x_TK.device)
+    for x_sK in x_TK.split(_GRAM_ROWS):
+        h_KK += x_sK.float().T @ x_sK.float()
+    return h_KK
+
 
 def add_damping(h_KK: Tensor, damping: float) -> Tensor:
     """Return H in float64 with this share of its mean diagonal added to the diagonal: the cost of changes in
@@ -45,6 +56,12 @@ def round_to_grid(weight_NK: Tensor, steps_NK: Tensor, h_KK: Tensor, *, sweeps: 
 
 
 def _gptq_feedback(h_KK: Tensor) -> Tensor:
-    """Return -U of H = U D U^T: the Cholesky factor of H in reverse order, its columns over its diagonal."""
-    upper_KK = torch.linalg.cholesky(h_KK.flip(0, 1)).flip(0, 1)
+    """Return -U of H = U D U^T: the Cholesky factor of H in reverse order, its columns over its diagonal. An
+    H that rounding has made indefinite gets ten times the damping, up to its own mean diagonal."""
+    for exponent in range(_DAMPINGS):
+        lower_KK, failed = torch.linalg.cholesky_ex(h_KK.flip(0, 1))
+        if not failed:
+            break
+        h_KK = add_damping(h_KK.clone(), 10.0 ** (exponent + 1 - _DAMPINGS))
+    upper_KK = lower_KK.flip(0, 1)
     return (upper_KK / -upper_KK.diagonal()).float().contiguous()
