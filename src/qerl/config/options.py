@@ -267,6 +267,9 @@ class TinkerOptions:
     device_adapters: int = 4
     """Training clients whose adapter and optimizer stay on the device; others wait in host memory."""
 
+    host_samplers: int = 8
+    """Adapters of samplers in host memory; those used longest ago lie in files in the checkpoints' folder."""
+
     max_context_tokens: int = 4096
     """Longest sequence, of learning and of a prompt with its sample."""
 
@@ -275,6 +278,9 @@ class TinkerOptions:
 
     max_waiting: int = 1024
     """Maximum waiting sampling requests; a client sends more of them later."""
+
+    max_result_bytes: int = 1_073_741_824
+    """Maximum memory of finished requests' results, in bytes; above it the oldest are dropped."""
 
     max_body_bytes: int = 16_777_216
     """Maximum size of a request's body, in bytes; clients split their requests to fit."""
@@ -290,6 +296,7 @@ class TinkerOptions:
     def __post_init__(self):
         check_numbers(self)
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
-        check_positive(self, "max_rank", "max_adapters", "device_adapters", "max_context_tokens")
+        check_positive(self, "max_rank", "max_adapters", "device_adapters", "host_samplers")
+        check_positive(self, "max_context_tokens")
         check_positive(self, "max_samples", "max_waiting", "max_body_bytes", "max_connections")
-        check_positive(self, "session_timeout_s")
+        check_positive(self, "max_result_bytes", "session_timeout_s")

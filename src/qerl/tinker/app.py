@@ -28,6 +28,7 @@ from qerl.serve.gate import Gate
 from qerl.serve.metrics import ServerMetrics
 from qerl.tinker import bodies
 from qerl.tinker.adapter import AdamSettings, AdapterSpec
+from qerl.tinker.requests import GoneError
 from qerl.tinker.sampling import SampleWork
 from qerl.tinker.service import FullError, NotFoundError, Result, Service, TrainedModel
 from qerl.tinker.wire import WireError, read_pass_request, write_pass_result
@@ -56,6 +57,7 @@ def make_app(
         yield
         sweeper.cancel()
         await asyncio.to_thread(service.worker.close)
+        service.snapshots.close()
 
     def route(path: str, answer: Answer, *methods: str) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -63,7 +65,7 @@ def make_app(
             try:
                 return await answer(request)
             except (UserError, WireError) as error:
-                status = {NotFoundError: 404, FullError: 429}.get(type(error), 400)
+                status = {NotFoundError: 404, GoneError: 410, FullError: 429}.get(type(error), 400)
                 return JSONResponse({"detail": str(error)}, status)
 
         return Route(f"/api/v1/{path}", endpoint, methods=list(methods or ["POST"]))
@@ -83,7 +85,7 @@ def make_app(
 async def _sweep(service: Service) -> None:
     while True:
         await asyncio.sleep(min(_SWEEP_S, service.options.session_timeout_s / 2))
-        service.end_silent_sessions()
+        service.drop_old()
 
 
 async def _check_access(request: Request, access: AccessCheck, digest: bytes | None) -> None:
@@ -202,9 +204,14 @@ class TinkerRoutes:
         return JSONResponse({"type": "get_info", **about, "is_lora": True, "lora_rank": rank})
 
     async def unload_model(self, request: Request) -> Response:
-        model = self._service.model((await self._body(request, bodies.OfModel)).model_id)
-        result = {"type": "unload_model", "model_id": model.model_id}
-        return _promise(self._service.submit(model, None, lambda: result))
+        loop, service = asyncio.get_running_loop(), self._service
+        model = service.model((await self._body(request, bodies.OfModel)).model_id)
+
+        def work() -> Result:
+            loop.call_soon_threadsafe(service.unload, model.model_id)
+            return {"type": "unload_model", "model_id": model.model_id}
+
+        return _promise(service.submit(model, None, work))
 
     async def forward_backward(self, request: Request) -> Response:
         body = read_pass_request(await self._content(request))
@@ -261,12 +268,16 @@ class TinkerRoutes:
         loop, service = asyncio.get_running_loop(), self._service
         sampler_id = f"{model.session_id}:sample:{body.sampling_session_seq_id}:{secrets.token_hex(3)}"
 
-        async def enter(tensors: dict, rank: int) -> None:
-            service.add_sampler(model.session_id, sampler_id, tensors, rank, None)
+        async def enter(snapshot: int, rank: int) -> None:
+            service.add_sampler(model.session_id, sampler_id, snapshot, rank, None)
 
         def work() -> Result:
-            tensors, rank = model.made.snapshot(), model.made.spec.rank
-            asyncio.run_coroutine_threadsafe(enter(tensors, rank), loop).result()
+            snapshot = service.snapshots.add(model.made.snapshot())
+            try:
+                asyncio.run_coroutine_threadsafe(enter(snapshot, model.made.spec.rank), loop).result()
+            except UserError:  # its session has ended
+                service.snapshots.drop(snapshot)
+                raise
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
         return service.submit(model, body.seq_id, work)
@@ -307,15 +318,16 @@ class TinkerRoutes:
         named = body.base_model is not None or body.model_path is not None
         require(named, "base_model or model_path must be given")
         service.session(body.session_id)
-        rank, tensors = 1, {}
+        rank, snapshot = 1, None
         if body.model_path is not None:
             spec, tensors, _ = await asyncio.to_thread(service.stored, body.model_path)
             rank = spec.rank
             require(
                 rank <= service.slot.max_rank, f"the adapter's rank {rank} is above the server's --max-rank"
             )
+            snapshot = await asyncio.to_thread(service.snapshots.add, tensors)
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}:{secrets.token_hex(3)}"
-        service.add_sampler(body.session_id, sampler_id, tensors, rank, body.model_path)
+        service.add_sampler(body.session_id, sampler_id, snapshot, rank, body.model_path)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def show_sampler(self, request: Request) -> Response:
@@ -328,7 +340,7 @@ class TinkerRoutes:
     async def sample(self, request: Request) -> Response:
         body = await self._body(request, bodies.SampleBody)
         work = self._sample_work(body)
-        request_id, _ = self._service.sample(body.sampling_session_id, body.seq_id, work)
+        request_id = self._service.sample(body.sampling_session_id, body.seq_id, work)
         names = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": names})
 
@@ -367,11 +379,12 @@ class TinkerRoutes:
 
     async def retrieve_future(self, request: Request) -> Response:
         request_id = (await self._body(request, bodies.RetrieveFuture)).request_id
-        finished = asyncio.wrap_future(self._service.future(request_id))
+        finished = asyncio.wrap_future(self._service.job(request_id).future)
         await asyncio.wait({finished}, timeout=_LONG_POLL_S)
         if not finished.done():
             waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return JSONResponse(waiting, 408)
+        self._service.requests.fetched(request_id)
         error = finished.exception()
         if isinstance(error, UserError):
             return JSONResponse({"error": str(error), "category": "user"})
@@ -383,9 +396,7 @@ class TinkerRoutes:
         return JSONResponse(result)
 
     async def cancel_future(self, request: Request) -> Response:
-        job = self._service.jobs.get((await self._body(request, bodies.OfRequest)).request_id)
-        if job is not None:
-            job.is_cancelled = True
+        self._service.requests.cancel((await self._body(request, bodies.OfRequest)).request_id)
         return Response(status_code=204)
 
     async def list_checkpoints(self, request: Request) -> Response:

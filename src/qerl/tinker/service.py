@@ -8,8 +8,8 @@ import collections
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from qerl.models.peft.peft_names import decoder_tensors, peft_tensors
 from qerl.tinker.adapter import AdapterSlot, AdapterSpec, TrainedAdapter
 from qerl.tinker.checkpoints import Checkpoints
 from qerl.tinker.passes import Passes
+from qerl.tinker.requests import GoneError, Requests
 from qerl.tinker.sampling import sample_all
+from qerl.tinker.snapshots import Snapshots
 from qerl.tinker.worker import DeviceWorker, Job, Lane
 
 Result = bytes | dict[str, Any]
@@ -71,6 +73,8 @@ class TrainedModel:
 class ServedSampler:
     session_id: str
     model_path: str | None
+    snapshot: int | None
+    """Number of its masters in Snapshots; None: the base model."""
     lane: Lane
     num_requests: int = 0
 
@@ -95,8 +99,8 @@ class Service:
         self.sessions: dict[str, TinkerSession] = {}
         self.models: dict[str, TrainedModel] = {}
         self.samplers: dict[str, ServedSampler] = {}
-        self.jobs: dict[str, Job] = {}
-        self._snapshots = 0
+        self.requests = Requests(kept_s=options.session_timeout_s, max_bytes=options.max_result_bytes)
+        self.snapshots = Snapshots(options.checkpoints, options.host_samplers)
         self._on_device: collections.OrderedDict[str, TrainedAdapter] = collections.OrderedDict()
 
     @property
@@ -104,38 +108,55 @@ class Service:
         return min(self.options.max_context_tokens, self.engine.max_positions)
 
     def create_session(self) -> str:
-        self.end_silent_sessions()
+        self.drop_old()
         session_id = secrets.token_hex(8)
         self.sessions[session_id] = TinkerSession(time.monotonic())
         return session_id
 
     def session(self, session_id: str) -> TinkerSession:
         if session_id not in self.sessions:
-            raise NotFoundError(
+            raise GoneError(
                 f"there is no session {session_id[:80]}: it has ended, or the server was restarted"
             )
         session = self.sessions[session_id]
         session.heard_s = time.monotonic()
         return session
 
-    def end_silent_sessions(self) -> None:
+    def drop_old(self) -> None:
+        """End silent sessions, and drop old results."""
         limit_s = time.monotonic() - self.options.session_timeout_s
         for session_id in [key for key, each in self.sessions.items() if each.heard_s < limit_s]:
             self.end_session(session_id)
+        self.requests.drop_old()
 
     def end_session(self, session_id: str) -> None:
         """Free all that the session has; its checkpoints stay."""
         session = self.sessions.pop(session_id, TinkerSession(0.0))
         for model_id in session.models:
-            model = self.models.pop(model_id)
-            self.worker.drop(model.lane)
-            for job in model.waiting.values():
-                job.fail(UserError("the session has ended"))
+            self._end_model(model_id)
+        for sampler in [self.samplers.pop(sampler_id) for sampler_id in session.samplers]:
+            self.worker.drop(sampler.lane)
+            if sampler.snapshot is not None:
+                self.worker.run_later(partial(self.snapshots.drop, sampler.snapshot))
+        self.requests.end(session_id)
+
+    def unload(self, model_id: str) -> None:
+        """Free a training client; its samplers and checkpoints stay."""
+        if model_id in self.models:  # its session may have ended meanwhile
+            self.sessions[self.models[model_id].session_id].models.remove(model_id)
+            self._end_model(model_id)
+
+    def _end_model(self, model_id: str) -> None:
+        model = self.models.pop(model_id)
+        self.worker.drop(model.lane)
+        for job in model.waiting.values():
+            job.fail(UserError("the session has ended, or the model was unloaded"))
+
+        def free() -> None:  # in the worker, where a request of the model may be running now
             self._on_device.pop(model_id, None)
-        for sampler_id in session.samplers:
-            self.worker.drop(self.samplers.pop(sampler_id).lane)
-        ended = tuple(f"{session_id}:{kind}:" for kind in ("train", "sample"))
-        self.jobs = {key: job for key, job in self.jobs.items() if not key.startswith(ended)}
+            model.adapter = None
+
+        self.worker.run_later(free)
 
     def model(self, model_id: str) -> TrainedModel:
         if model_id not in self.models:
@@ -163,7 +184,7 @@ class Service:
         """Enter a training client, which `make` then makes in the worker; return the request's id."""
         session, model_id = self.session(session_id), f"{session_id}:train:{seq}"
         request_id = f"{model_id}:0"
-        if request_id in self.jobs:
+        if request_id in self.requests:
             return request_id
         limit = self.options.max_adapters
         require(
@@ -173,7 +194,8 @@ class Service:
         model = TrainedModel(model_id, session_id, Lane(_run_first, takes_all=False), user_metadata=metadata)
         self.models[model_id] = model
         session.models.append(model_id)
-        self.jobs[request_id] = job = Job(lambda: make(model))
+        job = Job(lambda: make(model))
+        self.requests.add(request_id, job)
         self.worker.submit(model.lane, job)
         return request_id
 
@@ -181,11 +203,12 @@ class Service:
         """Run the work after the model's requests of lower numbers; return its id. seq None: the next."""
         seq = model.next_seq + len(model.waiting) if seq is None else seq
         request_id = f"{model.model_id}:{seq}"
-        if request_id in self.jobs:
+        if request_id in self.requests:
             return request_id
         require(seq >= model.next_seq, f"seq_id {seq} has passed: the next one is {model.next_seq}")
         require(len(model.waiting) < _MAX_AHEAD, f"{_MAX_AHEAD} requests wait for seq_id {model.next_seq}")
-        self.jobs[request_id] = model.waiting[seq] = Job(work)
+        model.waiting[seq] = Job(work)
+        self.requests.add(request_id, model.waiting[seq])
         while model.next_seq in model.waiting:
             self.worker.submit(model.lane, model.waiting.pop(model.next_seq))
             model.next_seq += 1
@@ -223,42 +246,37 @@ class Service:
         return self._bring(model)
 
     def add_sampler(
-        self,
-        session_id: str,
-        sampler_id: str,
-        tensors: Mapping[str, Tensor],
-        rank: int,
-        model_path: str | None,
+        self, session_id: str, sampler_id: str, snapshot: int | None, rank: int, model_path: str | None
     ) -> str:
-        """Enter a sampler of these masters, which do not change; none are the base model."""
-        self._snapshots += 1
-        key = ("sampler", self._snapshots) if tensors else "base"
+        """Enter a sampler of these masters; snapshot None: of the base model."""
 
         def run(jobs: list[Job]) -> None:
-            self.slot.hold(key, tensors, rank)
+            tensors = {} if snapshot is None else self.snapshots.tensors(snapshot)
+            self.slot.hold("base" if snapshot is None else ("sampler", snapshot), tensors, rank)
             sample_all(self.engine, jobs, max_positions=self.max_context_tokens)
 
         self.session(session_id).samplers.append(sampler_id)
-        self.samplers[sampler_id] = ServedSampler(session_id, model_path, Lane(run, takes_all=True))
+        lane = Lane(run, takes_all=True)
+        self.samplers[sampler_id] = ServedSampler(session_id, model_path, snapshot, lane)
         return sampler_id
 
-    def sample(self, sampler_id: str, seq: int | None, work: Any) -> tuple[str, Job]:
+    def sample(self, sampler_id: str, seq: int | None, work: Any) -> str:
         sampler = self.sampler(sampler_id)
         request_id = f"{sampler_id}:{sampler.num_requests if seq is None else seq}"
-        if request_id not in self.jobs:
+        if request_id not in self.requests:
             limit, lanes = self.options.max_waiting, [each.lane for each in self.samplers.values()]
             if sum(len(lane.jobs) for lane in lanes) >= limit:
                 raise FullError(f"{limit} sampling requests are waiting")
             sampler.num_requests += 1
-            self.jobs[request_id] = Job(work)
-            self.worker.submit(sampler.lane, self.jobs[request_id])
-        return request_id, self.jobs[request_id]
+            job = Job(work)
+            self.requests.add(request_id, job)
+            self.worker.submit(sampler.lane, job)
+        return request_id
 
-    def future(self, request_id: str) -> Future:
-        if request_id not in self.jobs:
-            raise NotFoundError(f"there is no request {request_id[:100]}: its session has ended")
+    def job(self, request_id: str) -> Job:
+        """Return a request of a session, which has given a sign of life."""
         self.session(request_id.partition(":")[0])
-        return self.jobs[request_id].future
+        return self.requests.job(request_id)
 
     def save(self, model: TrainedModel, kind: str, name: str, *, has_moments: bool, **how: Any) -> str:
         """In the worker: write a checkpoint of the model as it is; return its path."""

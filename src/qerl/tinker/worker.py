@@ -8,7 +8,9 @@ sampler is all requests that wait for it, together in one batch.
 import collections
 import dataclasses
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -27,6 +29,14 @@ class Job:
     """The input of the lane's `run`."""
     future: Future = dataclasses.field(default_factory=Future)
     is_cancelled: bool = False
+    done_s: float = math.inf
+    """time.monotonic() when it ended."""
+
+    def __post_init__(self):
+        self.future.add_done_callback(self._note_end)
+
+    def _note_end(self, future: Future) -> None:
+        self.done_s = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
         if not self.future.done():
@@ -72,7 +82,11 @@ class DeviceWorker:
             jobs = list(lane.jobs)
             lane.jobs.clear()
         for job in jobs:
-            job.fail(UserError("the session has ended"))
+            job.fail(UserError("the session has ended, or the model was unloaded"))
+
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Call the function after the present turn; an error is logged."""
+        self.submit(Lane(lambda jobs: work(), takes_all=False), Job(None))
 
     def _run(self) -> None:
         while (turn := self._next()) is not None:
