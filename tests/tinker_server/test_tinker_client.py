@@ -6,9 +6,12 @@ import math
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
+from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 
 import tiny_run
@@ -204,6 +207,36 @@ def test_a_saved_state_continues_bit_for_bit(service, address):
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.BadRequestError, match="no checkpoint"):
         service.create_training_client_from_state(path).result()
+
+
+def test_a_checkpoint_is_downloaded_as_a_peft_adapter(model, tmp_path):
+    with serving(model, tmp_path / "server", key="tml-right") as address:
+        service = tinker.ServiceClient(base_url=address, api_key="tml-right")
+        client = trainer(service, user_metadata={"renderer_name": "plain"})
+        step(client, [datum()])
+        state = client.save_state("kept", ttl_seconds=3600).result().path
+        path = client.save_weights_external("adapter").result().path
+        rest = tinker.RestClient(base_url=address, api_key="tml-right")
+        urls = rest.get_external_weights_urls(path).result().urls
+        assert sorted(urls) == ["adapter_config.json", "adapter_model.safetensors"]
+        for name, url in urls.items():
+            urllib.request.urlretrieve(url, tmp_path / name)
+        for wrong in (url.replace("signature=", "signature=0"), url.partition("?")[0]):
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(wrong)
+        rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
+        first, second = rest.list_user_checkpoints(limit=5).result().checkpoints
+        assert (first.checkpoint_type, second.checkpoint_type) == ("external", "training")
+        assert second.tinker_path == state and second.expires_at is None
+        run = rest.get_training_run_by_tinker_path(state).result()
+        assert run.user_metadata == {"renderer_name": "plain"} and run.last_checkpoint == second
+        assert rest.list_training_runs().result().training_runs[0].training_run_id == client.model_id
+        saved = client.save_weights_for_sampler("same").result().path
+        service.close("success").result()
+    expected = load_file(tmp_path / "server" / saved.removeprefix("tinker://") / "adapter_model.safetensors")
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert tensors.keys() == expected.keys() and all(tensors[key].equal(expected[key]) for key in expected)
+    assert PeftConfig.from_pretrained(tmp_path).r == 4
 
 
 def test_a_custom_loss_of_the_client_has_its_gradient(service):

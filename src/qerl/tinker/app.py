@@ -14,7 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,13 +22,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from qerl.errors import UserError, require
-from qerl.serve.app import AccessCheck, read_body
+from qerl.serve.app import AccessCheck
 from qerl.serve.fields import ApiError
 from qerl.serve.gate import Gate
 from qerl.serve.metrics import ServerMetrics
 from qerl.tinker import bodies
 from qerl.tinker.adapter import AdamSettings, AdapterSpec
+from qerl.tinker.checkpoints import encryption
 from qerl.tinker.requests import GoneError
+from qerl.tinker.run_routes import RunRoutes
 from qerl.tinker.sampling import SampleWork
 from qerl.tinker.service import FullError, NotFoundError, Result, Service, TrainedModel
 from qerl.tinker.wire import WireError, read_pass_request, write_pass_result
@@ -47,6 +49,7 @@ def make_app(
 ) -> Starlette:
     """stop_ids: tokens that end a sample where its request names no others."""
     metrics, routes = ServerMetrics(), TinkerRoutes(service, stop_ids, tokenizer_id)
+    run_routes = RunRoutes(service)
     access = AccessCheck(None, service.options.host)
     digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
 
@@ -59,9 +62,10 @@ def make_app(
         await asyncio.to_thread(service.worker.close)
         service.snapshots.close()
 
-    def route(path: str, answer: Answer, *methods: str) -> Route:
+    def route(path: str, answer: Answer, *methods: str, is_signed: bool = False) -> Route:
         async def endpoint(request: Request) -> Response:
-            await _check_access(request, access, digest)
+            if not is_signed or digest is None:
+                await _check_access(request, access, digest)
             try:
                 return await answer(request)
             except (UserError, WireError) as error:
@@ -73,7 +77,10 @@ def make_app(
     handlers: dict[Any, Any] = {HTTPException: _error_response}
     app = Starlette(
         lifespan=lifespan,
-        routes=[route(path, *how) for path, *how in routes.table()],
+        routes=[
+            *(route(path, *how) for path, *how in routes.table() + run_routes.table()),
+            route("files/{run}/{kind}/{name}/{file}", run_routes.download, "GET", is_signed=True),
+        ],
         exception_handlers=handlers,
     )
     app.state.metrics, app.state.stop_requests = metrics, service.worker.close
@@ -107,7 +114,6 @@ class TinkerRoutes:
 
     def table(self) -> list[tuple[Any, ...]]:
         """Return (path, function, method), the method POST where there is none."""
-        checkpoint = "training_runs/{run}/checkpoints/{kind}/{name}"
         return [
             ("healthz", self.health, "GET"),
             ("client/config", self.client_config),
@@ -124,6 +130,7 @@ class TinkerRoutes:
             ("optim_step", self.optim_step),
             ("save_weights", self.save_weights),
             ("save_weights_for_sampler", self.save_for_sampler),
+            ("save_weights_external", self.save_external),
             ("load_weights", self.load_weights),
             ("weights_info", self.weights_info),
             ("create_sampling_session", self.create_sampler),
@@ -131,9 +138,6 @@ class TinkerRoutes:
             ("asample", self.sample),
             ("retrieve_future", self.retrieve_future),
             ("cancel_future", self.cancel_future),
-            ("checkpoints", self.list_checkpoints, "GET"),
-            ("training_runs/{run}/checkpoints", self.list_checkpoints, "GET"),
-            (checkpoint, self.delete_checkpoint, "DELETE"),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -282,6 +286,18 @@ class TinkerRoutes:
 
         return service.submit(model, body.seq_id, work)
 
+    async def save_external(self, request: Request) -> Response:
+        body = await self._body(request, bodies.SaveExternal)
+        model, name, kind = self._service.model(body.model_id), body.path, "external_weights"
+        encrypt = encryption(body.age_encryption_recipients)
+
+        def work() -> Result:
+            how = {"ttl_s": body.ttl_seconds, "encrypt": encrypt}
+            path = self._service.save(model, kind, name, has_moments=False, **how)
+            return {"type": "save_weights_external", "path": path}
+
+        return _promise(self._service.submit(model, body.seq_id, work))
+
     async def load_weights(self, request: Request) -> Response:
         body, service = await self._body(request, bodies.LoadWeights), self._service
         service.check_base(body.base_model)
@@ -399,41 +415,15 @@ class TinkerRoutes:
         self._service.requests.cancel((await self._body(request, bodies.OfRequest)).request_id)
         return Response(status_code=204)
 
-    async def list_checkpoints(self, request: Request) -> Response:
-        listed = self._service.checkpoints.listed(request.path_params.get("run"))
-        offset, limit = (
-            _number(request, name, default) for name, default in (("offset", 0), ("limit", len(listed)))
-        )
-        cursor = {"offset": offset, "limit": limit, "total_count": len(listed)}
-        return JSONResponse({"checkpoints": listed[offset : offset + limit], "cursor": cursor})
-
-    async def delete_checkpoint(self, request: Request) -> Response:
-        run, kind, name = (request.path_params[key] for key in ("run", "kind", "name"))
-        self._service.checkpoints.delete(f"tinker://{run}/{kind}/{name}")
-        return Response(status_code=204)
-
     async def _content(self, request: Request) -> bytes:
-        if (encoding := request.headers.get("content-encoding")) is not None:
-            raise ApiError(415, f"the body must not be compressed, got content-encoding {encoding[:50]}")
-        return await read_body(request, self._service.options.max_body_bytes)
+        return await bodies.content(request, self._service.options.max_body_bytes)
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        try:
-            return kind.model_validate_json(await self._content(request))
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "body"
-            raise ApiError(422, f"{place[:200]}: {first['msg'][:200]}") from None
+        return await bodies.read(request, kind, self._service.options.max_body_bytes)
 
 
 def _promise(request_id: str) -> Response:
     return JSONResponse({"request_id": request_id})
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    value = request.query_params.get(name, str(default))
-    require(value.isdecimal() and len(value) < 10, f"{name} must be a number from 0 on, got {value[:50]!r}")
-    return int(value)
 
 
 def _check_optimizer(config: dict[str, Any] | None) -> None:

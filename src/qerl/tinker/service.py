@@ -6,6 +6,7 @@ in the order of their numbers, and one that is sent again gets the answer of the
 
 import collections
 import dataclasses
+import datetime
 import secrets
 import time
 from collections.abc import Callable
@@ -283,11 +284,29 @@ class Service:
         adapter, decoder = model.made, self.slot.decoder
         description = adapter_description(adapter.config, self.options.model, decoder)
         info = {"base_model": self.names[0], **dataclasses.asdict(adapter.spec)}
-        info["user_metadata"] = how.pop("user_metadata", None)
+        info |= {"user_metadata": how.pop("user_metadata", None), "run_metadata": model.user_metadata}
         moments = adapter.moments() if has_moments else None
         tensors = peft_tensors(decoder.architecture, adapter.snapshot())
         place = model.model_id, kind, name
         return self.checkpoints.save(*place, tensors, description, info, moments=moments, **how)
+
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """Return the training runs that live or have checkpoints, by name, as the API describes them."""
+        always = {"model_owner": "local", "is_lora": True, "base_model": self.names[0]}
+        result: dict[str, dict[str, Any]] = {}
+        for name, entry, info in self.checkpoints.all():
+            about = {"training_run_id": name, "lora_rank": info["rank"], "last_request_time": entry["time"]}
+            run = result.setdefault(name, always | about | {"user_metadata": info.get("run_metadata")})
+            kind = {"training": "last_checkpoint", "sampler": "last_sampler_checkpoint"}
+            run.setdefault(kind.get(entry["checkpoint_type"], "external"), entry)
+            run.pop("external", None)
+        now, now_s = datetime.datetime.now(datetime.UTC), time.monotonic()
+        for name, model in self.models.items():
+            heard = now - datetime.timedelta(seconds=now_s - self.sessions[model.session_id].heard_s)
+            about = {"training_run_id": name, "user_metadata": model.user_metadata}
+            about |= {"lora_rank": None if model.spec is None else model.spec.rank}
+            result[name] = always | result.get(name, {}) | about | {"last_request_time": heard.isoformat()}
+        return result
 
     def stored(self, path: str) -> tuple[AdapterSpec, dict[str, Tensor], dict[str, Tensor] | None]:
         """Return a checkpoint's adapter, its masters under the decoder's names, and its moments."""
