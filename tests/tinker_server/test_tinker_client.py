@@ -86,7 +86,7 @@ def trainer(service, *, rank=4, seed=1, **which):
 def datum(tokens=TEXT, **inputs):
     given = types.ModelInput.from_ints(tokens[:-1])
     named = {"target_tokens": tokens[1:], **inputs}
-    arrays = {key: torch.tensor(value) for key, value in named.items()}
+    arrays = {key: torch.as_tensor(value) for key, value in named.items()}
     return types.Datum(model_input=given, loss_fn_inputs=arrays)
 
 
@@ -239,6 +239,22 @@ def test_a_checkpoint_is_downloaded_as_a_peft_adapter(model, tmp_path):
     assert PeftConfig.from_pretrained(tmp_path).r == 4
 
 
+def test_several_targets_per_position_are_the_sum_of_single_ones(service):
+    others = [1, *TEXT[2:]]
+    several, single = trainer(service), trainer(service)
+    weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(1))
+    both = [datum(target_tokens=[list(pair) for pair in zip(TEXT[1:], others, strict=True)], weights=weights)]
+    result = step(several, both)
+    parts = [datum(target_tokens=t, weights=weights[:, k]) for k, t in enumerate((TEXT[1:], others))]
+    expected = step(single, parts)
+    logprobs = result.loss_fn_outputs[0]["logprobs"].to_torch()
+    assert logprobs.shape == (9, 2)
+    for k, each in enumerate(expected.loss_fn_outputs):
+        assert logprobs[:, k].tolist() == pytest.approx(each["logprobs"].tolist(), abs=1e-5)
+    assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
+    assert logprobs_of(several) == pytest.approx(logprobs_of(single), abs=1e-4)
+
+
 def test_a_custom_loss_of_the_client_has_its_gradient(service):
     def loss(data, logprobs):
         total = sum((each**2).sum() for each in logprobs)
@@ -262,7 +278,19 @@ def test_a_custom_loss_of_the_client_has_its_gradient(service):
         ({"weights": [math.nan] * 9}, "cross_entropy", {}, "weights must be finite"),
         ({"mask": [1.0] * 9}, "cross_entropy", {}, "has no loss_fn_inputs 'mask'"),
         ({"target_tokens": [9999] * 9}, "cross_entropy", {}, "target_tokens must lie in 0 to 271"),
-        ({"target_tokens": [[1, 2]] * 9}, "cross_entropy", {}, "must have one dimension"),
+        ({"target_tokens": [[[1], [2]]] * 9}, "cross_entropy", {}, r"must be \[T\] or \[T, targets\]"),
+        (
+            {"target_tokens": [[1, 2]] * 9, "weights": [1.0] * 9},
+            "cross_entropy",
+            {},
+            r"weights has shape \(9,\), target_tokens \(9, 2\)",
+        ),
+        (
+            {name: [[1, 2]] * 9 for name in ("target_tokens", "logprobs", "advantages")},
+            "ppo",
+            {},
+            r"target_tokens \(9, 2\) for ppo",
+        ),
         ({}, "cross_entropy", {"beta": 0.1}, "cross_entropy has no entry 'beta'"),
     ],
 )

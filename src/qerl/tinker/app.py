@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -71,6 +71,8 @@ def make_app(
             except (UserError, WireError) as error:
                 status = {NotFoundError: 404, GoneError: 410, FullError: 429}.get(type(error), 400)
                 return JSONResponse({"detail": str(error)}, status)
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
 
         return Route(f"/api/v1/{path}", endpoint, methods=list(methods or ["POST"]))
 
