@@ -239,6 +239,38 @@ def test_a_checkpoint_is_downloaded_as_a_peft_adapter(model, tmp_path):
     assert PeftConfig.from_pretrained(tmp_path).r == 4
 
 
+def test_samplers_of_several_adapters_at_once_give_what_each_gives_alone(service):
+    prompt, how = types.ModelInput.from_ints(TEXT), types.SamplingParams(max_tokens=12, seed=3, stop=[])
+    samplers = [service.create_sampling_client(base_model="tiny").result()]
+    for seed, rank in ((1, 4), (2, 8)):
+        client = trainer(service, seed=seed, rank=rank)
+        for _ in range(2):
+            step(client, [datum([4 + seed, 6, 4, 6, 4])], learning_rate=5e-2)
+        samplers.append(client.save_weights_and_get_sampling_client().result())
+    alone = [each.sample(prompt, 2, how).result().sequences for each in samplers]
+    futures = [each.sample(prompt, 2, how) for each in samplers]
+    together = [future.result().sequences for future in futures]
+    for before, now in zip(alone, together, strict=True):
+        for one, other in zip(before, now, strict=True):
+            assert one.tokens == other.tokens and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert len({str(each[0].tokens) for each in alone}) == 3
+
+
+def test_noise_of_samplers_is_asked_for_in_the_metadata_and_learning_has_none(service):
+    with pytest.raises(Exception, match="aqn_sigma must be a number from 0 on, got 'much'"):
+        trainer(service, user_metadata={"aqn_sigma": "much"})
+    client, prompt = trainer(service, user_metadata={"aqn_sigma": "0.3"}), types.ModelInput.from_ints(TEXT)
+    before = logprobs_of(client)
+    samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(2)]
+    noisy = [each.compute_logprobs(prompt).result()[1:] for each in samplers for _ in range(2)]
+    assert noisy[0] == noisy[1] and noisy[2] == noisy[3]  # one noise as long as the sampler lives
+    for one, other in ((noisy[0], before), (noisy[2], before), (noisy[0], noisy[2])):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.01
+    assert logprobs_of(client) == before
+    plain = trainer(service).save_weights_and_get_sampling_client().result()
+    assert plain.compute_logprobs(prompt).result()[1:] == pytest.approx(before, abs=1e-4)
+
+
 def test_several_targets_per_position_are_the_sum_of_single_ones(service):
     others = [1, *TEXT[2:]]
     several, single = trainer(service), trainer(service)

@@ -1,5 +1,6 @@
 """What the server keeps for its clients, and for how long; without a model."""
 
+import contextlib
 import threading
 import types
 import weakref
@@ -11,9 +12,11 @@ from qerl.config import ModelConfig
 from qerl.config.options import TinkerOptions
 from qerl.errors import UserError
 from qerl.tinker.requests import GoneError, Requests
+from qerl.tinker.sampling import SampleWork, sample_turn
 from qerl.tinker.service import Service
 from qerl.tinker.snapshots import Snapshots
-from qerl.tinker.worker import Job
+from qerl.tinker.worker import DeviceWorker, Job, Lane
+from qerl.types import Sample, Sampling, TokenLogprob
 
 
 def finished(size, *, age_s=0.0):
@@ -78,6 +81,117 @@ def test_snapshots_beyond_the_limit_are_read_back_from_files(tmp_path):
 class Adapter:
     def move(self, device):
         pass
+
+
+class Batch:
+    """A batch of an engine whose samples are the numbers of their tokens."""
+
+    def __init__(self, on_step):
+        self.requests, self.on_step = [], on_step
+
+    def add(self, request):
+        request.samples_G = request.samples_G or [[] for _ in range(request.num_samples)]
+        self.requests.append(request)
+
+    def step(self):
+        self.on_step()
+        for request in list(self.requests):
+            for index, tokens in enumerate(request.samples_G):
+                tokens.append(len(tokens))
+                finish = {"text": "", "finish": "length", "version": 0}
+                is_last = len(tokens) == request.sampling.max_tokens
+                ended = (
+                    Sample(tokens_T=tokens, logprobs_T=[-1.0] * len(tokens), **finish) if is_last else None
+                )
+                request.on_token(index, TokenLogprob(tokens[-1], -1.0), ended)
+                if is_last and request in self.requests:
+                    self.requests.remove(request)
+
+    def abort(self, requests):
+        self.requests = [each for each in self.requests if each not in requests]
+
+
+def sampling_lane(order, on_step, row_of=lambda work: 0):
+    """Return a lane that samples with a Batch; order: gets what ends."""
+    engine = types.SimpleNamespace(live_batch=lambda _: contextlib.nullcontext(Batch(on_step)))
+
+    def run(turn):
+        order.append("turn")
+        sample_turn(engine, turn, max_positions=100, row_of=row_of)
+
+    return Lane(run, takes_all=True)
+
+
+def sampling_job(max_tokens, token=1):
+    limits = {"num_samples": 1, "stop_token_ids": frozenset(), "seed": 1, "num_top_prompt": 0, "num_top": 0}
+    sampling = Sampling(max_tokens=max_tokens, temperature=1.0)
+    return Job(
+        SampleWork(sampler=None, tokens_T=[token], sampling=sampling, has_prompt_logprobs=False, **limits)
+    )
+
+
+def test_a_long_sample_is_interrupted_for_learning_and_goes_on_from_its_tokens():
+    worker, order, steps, long = DeviceWorker(0.0), [], [], sampling_job(50)
+    short = sampling_job(2)
+    learning = Lane(lambda turn: [job.future.set_result(order.append("step")) for job in turn.jobs], False)
+
+    def on_step():
+        steps.append(len(steps))
+        if len(steps) == 3:
+            worker.submit(learning, Job(None))
+        if len(steps) == 10:
+            worker.submit(lane, short)
+
+    lane = sampling_lane(order, on_step)
+    long.future.add_done_callback(lambda _: order.append("long"))
+    short.future.add_done_callback(lambda _: order.append("short"))
+    worker.submit(lane, long)
+    worker.start()
+    long.future.result(10)
+    worker.close()
+    assert order == ["turn", "step", "turn", "short", "long"]
+    assert len(steps) == 50  # none again
+
+
+def test_nobody_joins_before_a_request_that_cannot():
+    worker, order, steps = DeviceWorker(1e9), [], []
+    jobs = {name: sampling_job(9, token) for name, token in (("first", 1), ("other", 2), ("third", 1))}
+
+    def on_step():
+        steps.append(1)
+        if len(steps) in (3, 5):
+            worker.submit(lane, jobs["other" if len(steps) == 3 else "third"])
+
+    lane = sampling_lane(
+        order, on_step, lambda work: 0 if order.count("turn") > 1 or work.tokens_T == [1] else None
+    )
+    for name, job in jobs.items():
+        job.future.add_done_callback(lambda _, name=name: order.append(name))
+    worker.submit(lane, jobs["first"])
+    worker.start()
+    jobs["third"].future.result(10)
+    worker.close()
+    assert order == ["turn", "first", "turn", "other", "third"]
+
+
+def test_a_failure_fails_those_that_joined_too():
+    worker, order = DeviceWorker(1.0), []
+    first, joined, steps = sampling_job(9), sampling_job(9), []
+
+    def on_step():
+        steps.append(1)
+        if len(steps) == 2:
+            worker.submit(lane, joined)
+        if len(steps) == 4:
+            raise RuntimeError("the device is gone")
+
+    lane = sampling_lane(order, on_step)
+    worker.submit(lane, first)
+    worker.start()
+    for job in (first, joined):
+        with pytest.raises(RuntimeError, match="is gone"):
+            job.future.result(10)
+    worker.close()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from qerl.tinker.adapter import AdamSettings, AdapterSpec
 from qerl.tinker.checkpoints import encryption
 from qerl.tinker.requests import GoneError
 from qerl.tinker.run_routes import RunRoutes
-from qerl.tinker.sampling import SampleWork
+from qerl.tinker.sampling import SampleWork, ServedSampler
 from qerl.tinker.service import FullError, NotFoundError, Result, Service, TrainedModel
 from qerl.tinker.wire import WireError, read_pass_request, write_pass_result
 from qerl.types import Sampling
@@ -184,6 +184,7 @@ class TinkerRoutes:
         body = await self._body(request, bodies.CreateModel)
         self._service.check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
+        self._service.sigma_of(body.user_metadata)
         lora = body.lora_config
         seed = secrets.randbits(62) if lora.seed is None else lora.seed
         which = {"train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
@@ -275,7 +276,8 @@ class TinkerRoutes:
         sampler_id = f"{model.session_id}:sample:{body.sampling_session_seq_id}:{secrets.token_hex(3)}"
 
         async def enter(snapshot: int, rank: int) -> None:
-            service.add_sampler(model.session_id, sampler_id, snapshot, rank, None)
+            sigma = service.sigma_of(model.user_metadata)
+            service.add_sampler(sampler_id, sampler(model.session_id, None, snapshot, rank, sigma))
 
         def work() -> Result:
             snapshot = service.snapshots.add(model.made.snapshot())
@@ -304,6 +306,7 @@ class TinkerRoutes:
         body, service = await self._body(request, bodies.LoadWeights), self._service
         service.check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
+        service.sigma_of(body.user_metadata)
         spec, tensors, moments = await asyncio.to_thread(service.stored, body.path)
         moments = moments if body.optimizer else None
         result = {"type": "load_weights", "path": body.path}
@@ -336,16 +339,19 @@ class TinkerRoutes:
         named = body.base_model is not None or body.model_path is not None
         require(named, "base_model or model_path must be given")
         service.session(body.session_id)
-        rank, snapshot = 1, None
+        rank, snapshot, metadata = 1, None, None
         if body.model_path is not None:
             spec, tensors, _ = await asyncio.to_thread(service.stored, body.model_path)
+            metadata = service.checkpoints.info(body.model_path).get("run_metadata")
             rank = spec.rank
             require(
                 rank <= service.slot.max_rank, f"the adapter's rank {rank} is above the server's --max-rank"
             )
             snapshot = await asyncio.to_thread(service.snapshots.add, tensors)
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}:{secrets.token_hex(3)}"
-        service.add_sampler(body.session_id, sampler_id, snapshot, rank, body.model_path)
+        about = body.session_id, body.model_path, snapshot, rank
+        sigma = 0.0 if snapshot is None else service.sigma_of(metadata)
+        service.add_sampler(sampler_id, sampler(*about, sigma))
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def show_sampler(self, request: Request) -> Response:
@@ -357,12 +363,12 @@ class TinkerRoutes:
 
     async def sample(self, request: Request) -> Response:
         body = await self._body(request, bodies.SampleBody)
-        work = self._sample_work(body)
+        work = self._sample_work(body, self._service.sampler(body.sampling_session_id))
         request_id = self._service.sample(body.sampling_session_id, body.seq_id, work)
         names = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": names})
 
-    def _sample_work(self, body: bodies.SampleBody) -> SampleWork:
+    def _sample_work(self, body: bodies.SampleBody, sampler: ServedSampler) -> SampleWork:
         wrong = [chunk.type for chunk in body.prompt.chunks if chunk.type != "encoded_text"]
         require(not wrong, f"prompt: only text is supported, got {wrong[:1]}")
         tokens_T = [token for chunk in body.prompt.chunks for token in chunk.tokens]
@@ -379,6 +385,7 @@ class TinkerRoutes:
         require("" not in texts, "sampling_params.stop: a text must not be empty")
         ids = self._stop_ids if stops is None else frozenset(e for e in stops if isinstance(e, int))
         return SampleWork(
+            sampler=sampler,
             tokens_T=tokens_T,
             num_samples=body.num_samples,
             sampling=Sampling(
@@ -422,6 +429,14 @@ class TinkerRoutes:
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         return await bodies.read(request, kind, self._service.options.max_body_bytes)
+
+
+def sampler(
+    session_id: str, model_path: str | None, snapshot: int | None, rank: int, sigma: float
+) -> ServedSampler:
+    """Return a sampler with a noise of its own."""
+    about = {"session_id": session_id, "model_path": model_path, "snapshot": snapshot, "rank": rank}
+    return ServedSampler(**about, sigma=sigma, noise_seed=secrets.randbits(62))
 
 
 def _promise(request_id: str) -> Response:

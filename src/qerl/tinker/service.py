@@ -5,17 +5,20 @@ in the order of their numbers, and one that is sent again gets the answer of the
 """
 
 import collections
+import contextlib
 import dataclasses
 import datetime
+import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qerl.aqn.norm_noise import noised
 from qerl.config.options import TinkerOptions
 from qerl.engine.local_engine import LocalEngine
 from qerl.errors import UserError, require
@@ -25,9 +28,9 @@ from qerl.tinker.adapter import AdapterSlot, AdapterSpec, TrainedAdapter
 from qerl.tinker.checkpoints import Checkpoints
 from qerl.tinker.passes import Passes
 from qerl.tinker.requests import GoneError, Requests
-from qerl.tinker.sampling import sample_all
+from qerl.tinker.sampling import SampleWork, ServedSampler, sample_turn
 from qerl.tinker.snapshots import Snapshots
-from qerl.tinker.worker import DeviceWorker, Job, Lane
+from qerl.tinker.worker import DeviceWorker, Job, Lane, LaneTurn
 
 Result = bytes | dict[str, Any]
 _MAX_AHEAD = 10_000  # requests that wait for one with a lower number
@@ -70,16 +73,6 @@ class TrainedModel:
         return self.adapter
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class ServedSampler:
-    session_id: str
-    model_path: str | None
-    snapshot: int | None
-    """Number of its masters in Snapshots; None: the base model."""
-    lane: Lane
-    num_requests: int = 0
-
-
 class Service:
     def __init__(
         self,
@@ -91,7 +84,7 @@ class Service:
     ):
         """names: those of the model that clients may use, the first is the one that they see."""
         self.worker, self.checkpoints, self.names, self.options = (
-            DeviceWorker(),
+            DeviceWorker(options.max_turn_s),
             Checkpoints(options.checkpoints),
             names,
             options,
@@ -100,6 +93,9 @@ class Service:
         self.sessions: dict[str, TinkerSession] = {}
         self.models: dict[str, TrainedModel] = {}
         self.samplers: dict[str, ServedSampler] = {}
+        self.shares_steps = slot.decoder.device.type == "cpu"
+        """True if rows of a decode step may have different adapters; else samplers take turns."""
+        self._together, self._lanes = Lane(self._sample_together, takes_all=True), dict[str, Lane]()
         self.requests = Requests(kept_s=options.session_timeout_s, max_bytes=options.max_result_bytes)
         self.snapshots = Snapshots(options.checkpoints, options.host_samplers)
         self._on_device: collections.OrderedDict[str, TrainedAdapter] = collections.OrderedDict()
@@ -135,8 +131,10 @@ class Service:
         session = self.sessions.pop(session_id, TinkerSession(0.0))
         for model_id in session.models:
             self._end_model(model_id)
-        for sampler in [self.samplers.pop(sampler_id) for sampler_id in session.samplers]:
-            self.worker.drop(sampler.lane)
+        for sampler_id in session.samplers:
+            sampler = self.samplers.pop(sampler_id)
+            if (lane := self._lanes.pop(sampler_id, None)) is not None:
+                self.worker.drop(lane)
             if sampler.snapshot is not None:
                 self.worker.run_later(partial(self.snapshots.drop, sampler.snapshot))
         self.requests.end(session_id)
@@ -246,32 +244,65 @@ class Service:
     def adapter(self, model: TrainedModel) -> TrainedAdapter:
         return self._bring(model)
 
-    def add_sampler(
-        self, session_id: str, sampler_id: str, snapshot: int | None, rank: int, model_path: str | None
-    ) -> str:
-        """Enter a sampler of these masters; snapshot None: of the base model."""
+    def sigma_of(self, metadata: Mapping[str, Any] | None) -> float:
+        """Return the noise of a training client's samplers: its user metadata's aqn_sigma, or the option."""
+        text = (metadata or {}).get("aqn_sigma", self.options.aqn_sigma)
+        try:
+            sigma = float(text)
+        except (TypeError, ValueError):
+            sigma = math.nan
+        require(
+            0 <= sigma < math.inf, f"user_metadata: aqn_sigma must be a number from 0 on, got {text!r}"[:200]
+        )
+        return sigma
 
-        def run(jobs: list[Job]) -> None:
-            tensors = {} if snapshot is None else self.snapshots.tensors(snapshot)
-            self.slot.hold("base" if snapshot is None else ("sampler", snapshot), tensors, rank)
-            sample_all(self.engine, jobs, max_positions=self.max_context_tokens)
-
-        self.session(session_id).samplers.append(sampler_id)
-        lane = Lane(run, takes_all=True)
-        self.samplers[sampler_id] = ServedSampler(session_id, model_path, snapshot, lane)
+    def add_sampler(self, sampler_id: str, sampler: ServedSampler) -> str:
+        self.session(sampler.session_id).samplers.append(sampler_id)
+        self.samplers[sampler_id] = sampler
+        if not self.shares_steps:
+            self._lanes[sampler_id] = Lane(partial(self._sample_alone, sampler), takes_all=True)
         return sampler_id
 
-    def sample(self, sampler_id: str, seq: int | None, work: Any) -> str:
+    def _sample_alone(self, sampler: ServedSampler, turn: LaneTurn) -> None:
+        """In the worker: sample for one sampler, with the decoder's own adapter."""
+        tensors = {} if sampler.snapshot is None else self.snapshots.tensors(sampler.snapshot)
+        key = "base" if sampler.snapshot is None else ("sampler", sampler.snapshot)
+        self.slot.hold(key, tensors, sampler.rank)
+        with self._noise(sampler):
+            sample_turn(self.engine, turn, max_positions=self.max_context_tokens, row_of=lambda work: 0)
+
+    def _sample_together(self, turn: LaneTurn) -> None:
+        """In the worker: sample for several samplers in the same steps; one with noise is alone."""
+        first, rows = turn.jobs[0].work.sampler, dict[int | None, int]({None: 0})
+        with self.slot.banked() as bank, self._noise(first):
+
+            def row_of(work: SampleWork) -> int | None:
+                sampler, snapshot = work.sampler, work.sampler.snapshot
+                if sampler is not first and (first.sigma > 0 or sampler.sigma > 0):
+                    return None
+                if snapshot is not None and snapshot not in rows:
+                    if len(rows) > self.options.shared_adapters:
+                        return None
+                    rows[snapshot] = self.slot.add_to(bank, self.snapshots.tensors(snapshot), sampler.rank)
+                return rows[snapshot]
+
+            sample_turn(self.engine, turn, max_positions=self.max_context_tokens, row_of=row_of)
+
+    def _noise(self, sampler: ServedSampler) -> contextlib.AbstractContextManager[int]:
+        how = {"sigma": sampler.sigma, "unit": "relative", "seed": sampler.noise_seed, "step": 0}
+        return noised(self.slot.decoder.noise_table, **how)
+
+    def sample(self, sampler_id: str, seq: int | None, work: SampleWork) -> str:
         sampler = self.sampler(sampler_id)
         request_id = f"{sampler_id}:{sampler.num_requests if seq is None else seq}"
         if request_id not in self.requests:
-            limit, lanes = self.options.max_waiting, [each.lane for each in self.samplers.values()]
+            limit, lanes = self.options.max_waiting, [self._together, *self._lanes.values()]
             if sum(len(lane.jobs) for lane in lanes) >= limit:
                 raise FullError(f"{limit} sampling requests are waiting")
             sampler.num_requests += 1
             job = Job(work)
             self.requests.add(request_id, job)
-            self.worker.submit(sampler.lane, job)
+            self.worker.submit(self._lanes.get(sampler_id, self._together), job)
         return request_id
 
     def job(self, request_id: str) -> Job:
@@ -318,8 +349,8 @@ class Service:
         return spec, decoder_tensors(self.slot.decoder.architecture, saved.tensors, names), saved.moments
 
 
-def _run_first(jobs: list[Job]) -> None:
-    (job,) = jobs
+def _run_first(turn: LaneTurn) -> None:
+    (job,) = turn.jobs
     result = job.work()
     if not job.future.done():
         job.future.set_result(result)
