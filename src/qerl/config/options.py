@@ -227,6 +227,12 @@ class ServeOptions:
     send_timeout_s: float = 60.0
     """Seconds in which a client must take all of the answer that is ready for it."""
 
+    adapter_folder: Path | None = None
+    """Folder of PEFT adapters that requests may load and then name as their model; None: none. On a CPU."""
+
+    max_adapters: int = 8
+    """Maximum adapters loaded at once."""
+
     with_adapter: bool = True
     """Serve the newest checkpoint of a run, or its base model alone."""
 
@@ -237,6 +243,7 @@ class ServeOptions:
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
         check_positive(self, "max_body_bytes", "max_prompt_tokens", "max_tokens")
         check_positive(self, "max_samples", "max_waiting", "max_connections", "max_header_bytes")
+        check_positive(self, "max_adapters")
         check_positive(self, "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "send_timeout_s")
 
 
