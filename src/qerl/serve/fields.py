@@ -198,7 +198,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class AdapterBody(Fields, extra="forbid"):
-    """Of requests that load and unload adapters, as vLLM has them."""
+    """The body of a request that loads or unloads an adapter, as vLLM has it."""
 
     lora_name: str
     lora_path: str | None = None

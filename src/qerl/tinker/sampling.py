@@ -28,7 +28,7 @@ class ServedSampler:
     """Number of its masters in Snapshots; None: the base model."""
     rank: int
     sigma: float
-    """Of AQN's noise, relative to each norm's RMS; 0: none."""
+    """Size of AQN's noise, relative to each norm's RMS; 0: none."""
     noise_seed: int
     num_requests: int = 0
 

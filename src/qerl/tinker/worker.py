@@ -31,7 +31,7 @@ class Job:
     future: Future = dataclasses.field(default_factory=Future)
     is_cancelled: bool = False
     progress: Any = None
-    """What an interrupted turn goes on from."""
+    """The state from which the next turn goes on."""
     done_s: float = math.inf
     """time.monotonic() when it ended."""
 
