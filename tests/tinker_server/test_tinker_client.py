@@ -256,6 +256,30 @@ def test_samplers_of_several_adapters_at_once_give_what_each_gives_alone(service
     assert len({str(each[0].tokens) for each in alone}) == 3
 
 
+@pytest.mark.parametrize("shared_adapters", (0, 8))
+def test_an_interrupted_sample_is_that_of_one_that_is_not(model, tmp_path, shared_adapters):
+    with serving(model, tmp_path, shared_adapters=shared_adapters, max_turn_s=1e-3) as address:
+        service = tinker.ServiceClient(base_url=address, api_key=KEY)
+        client, prompt = trainer(service, seed=1), types.ModelInput.from_ints(TEXT)
+        step(client, [datum()], learning_rate=5e-2)
+        samplers = [client.save_weights_and_get_sampling_client().result()]
+        samplers.append(service.create_sampling_client(base_model="tiny").result())
+        how = types.SamplingParams(max_tokens=60, seed=3, stop=[])
+        asked = {"include_prompt_logprobs": True, "topk_sample_logprobs": 2}
+        alone = [each.sample(prompt, 2, how, **asked).result() for each in samplers]
+        futures = [each.sample(prompt, 2, how, **asked) for each in samplers]
+        for _ in range(6):
+            step(client, [datum()])
+        for before, future in zip(alone, futures, strict=True):
+            now = future.result()
+            assert now.prompt_logprobs[1:] == pytest.approx(before.prompt_logprobs[1:], abs=1e-4)
+            for one, other in zip(before.sequences, now.sequences, strict=True):
+                assert one.tokens == other.tokens and len(one.topk_logprobs) == len(other.topk_logprobs) == 60
+                assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert alone[0].sequences[0].tokens != alone[1].sequences[0].tokens
+        service.close("success").result()
+
+
 def test_noise_of_samplers_is_asked_for_in_the_metadata_and_learning_has_none(service):
     with pytest.raises(Exception, match="aqn_sigma must be a number from 0 on, got 'much'"):
         trainer(service, user_metadata={"aqn_sigma": "much"})

@@ -278,7 +278,7 @@ class TinkerOptions:
     """Adapters of samplers in host memory; those used longest ago lie in files in the checkpoints' folder."""
 
     shared_adapters: int = 8
-    """Maximum adapters that sample in the same decode step, on a CPU; on a GPU they take turns."""
+    """Maximum adapters that sample in the same decode step on a CPU; with 0, or on a GPU, they take turns."""
 
     max_turn_s: float = 2.0
     """Seconds after which sampling is interrupted if learning, or another sampler, waits."""
@@ -314,7 +314,8 @@ class TinkerOptions:
         check_numbers(self)
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
         check_positive(self, "max_rank", "max_adapters", "device_adapters", "host_samplers")
-        check_positive(self, "max_context_tokens", "shared_adapters", "max_turn_s")
-        require(self.aqn_sigma >= 0, f"aqn_sigma must be at least 0, got {self.aqn_sigma}")
+        check_positive(self, "max_context_tokens", "max_turn_s")
+        for name in ("shared_adapters", "aqn_sigma"):
+            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
         check_positive(self, "max_samples", "max_waiting", "max_body_bytes", "max_connections")
         check_positive(self, "max_result_bytes", "session_timeout_s")

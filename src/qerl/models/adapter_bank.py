@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qerl.models.linear_pass import RowAdapters
 
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
-"""An adapter of one linear, or several side by side: A [S, K], B^T [S, N], owner_S and scaling_S, as RowAdapters has them."""
+"""An adapter of one linear, or several: A [S, K], B^T [S, N], owner_S, scaling_S, as RowAdapters has them."""
 
 
 class AdapterBank:

@@ -93,7 +93,7 @@ class Service:
         self.sessions: dict[str, TinkerSession] = {}
         self.models: dict[str, TrainedModel] = {}
         self.samplers: dict[str, ServedSampler] = {}
-        self.shares_steps = slot.decoder.device.type == "cpu"
+        self.shares_steps = slot.decoder.device.type == "cpu" and options.shared_adapters > 0
         """True if rows of a decode step may have different adapters; else samplers take turns."""
         self._together, self._lanes = Lane(self._sample_together, takes_all=True), dict[str, Lane]()
         self.requests = Requests(kept_s=options.session_timeout_s, max_bytes=options.max_result_bytes)
