@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from qerl.errors import UserError, require
-from qerl.serve.app import AccessCheck, read_body
+from qerl.errors import RunError, UserError, require
+from qerl.serve.app import AccessCheck, no_response, read_body
 from qerl.serve.fields import ApiError
 from qerl.serve.gate import Gate
 from qerl.serve.metrics import ServerMetrics
@@ -62,13 +62,17 @@ def make_app(
             await _check_access(request, access, digest)
             try:
                 return await answer(request)
-            except (UserError, WireError) as error:
-                status = {NotFoundError: 404, FullError: 429}.get(type(error), 400)
+            except (UserError, RunError, WireError) as error:
+                status = {NotFoundError: 404, FullError: 429, RunError: 500}.get(type(error), 400)
                 return JSONResponse({"detail": str(error)}, status)
 
         return Route(f"/api/v1/{path}", endpoint, methods=list(methods or ["POST"]))
 
-    handlers: dict[Any, Any] = {HTTPException: _error_response}
+    handlers: dict[Any, Any] = {
+        HTTPException: _error_response,
+        ClientDisconnect: no_response,
+        Exception: _failure_response,
+    }
     app = Starlette(
         lifespan=lifespan,
         routes=[route(path, *how) for path, *how in routes.table()],
@@ -97,6 +101,11 @@ async def _check_access(request: Request, access: AccessCheck, digest: bytes | N
 
 async def _error_response(request: Request, error: HTTPException) -> Response:
     return JSONResponse({"detail": error.detail}, error.status_code)
+
+
+async def _failure_response(request: Request, error: Exception) -> Response:
+    """Answer where a route failed; uvicorn logs the traceback."""
+    return JSONResponse({"detail": "the request failed; see the server's log"}, 500)
 
 
 class TinkerRoutes:
@@ -207,7 +216,7 @@ class TinkerRoutes:
         return _promise(self._service.submit(model, None, lambda: result))
 
     async def forward_backward(self, request: Request) -> Response:
-        body = read_pass_request(await self._content(request))
+        body = await asyncio.to_thread(read_pass_request, await self._content(request))
         model, passes = self._service.model(body.model_id), self._service.passes
 
         def work() -> Result:
@@ -375,6 +384,8 @@ class TinkerRoutes:
         error = finished.exception()
         if isinstance(error, UserError):
             return JSONResponse({"error": str(error), "category": "user"})
+        if isinstance(error, RunError):
+            return JSONResponse({"error": str(error), "category": "server"})
         if error is not None:
             return JSONResponse({"error": "the request failed; see the server's log", "category": "server"})
         result = finished.result()

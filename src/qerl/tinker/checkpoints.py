@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qerl.errors import UserError, require
+from qerl.errors import RunError, UserError, require
 from qerl.models import hf_writer
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.tracking.atomic_file import read_object
@@ -57,21 +57,22 @@ class Checkpoints:
         """Write a checkpoint; return its tinker:// path. Raise UserError if there is one of that name."""
         path = f"tinker://{run}/{kind}/{name}"
         place, now = self._place(path), datetime.datetime.now(datetime.UTC)
-        if place.exists():
-            require(overwrite, f"{path} exists: choose another name, or set overwrite")
-            shutil.rmtree(place)
+        require(overwrite or not place.exists(), f"{path} exists: choose another name, or set overwrite")
         times = {"time": now.isoformat(), "expires_at": None}
         if ttl_s is not None:
             times["expires_at"] = (now + datetime.timedelta(seconds=ttl_s)).isoformat()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with hf_writer.atomic_folder(place) as folder:
-            save_file(
-                {name: t.contiguous() for name, t in tensors.items()}, folder / ADAPTER, {"format": "pt"}
-            )
-            hf_writer.write_json(folder / ADAPTER_CONFIG, dict(description))
-            if moments is not None:
-                save_file({name: t.contiguous() for name, t in moments.items()}, folder / _OPTIMIZER)
-            hf_writer.write_json(folder / _INFO, {**info, **times})
+        try:
+            with hf_writer.atomic_folder(place, overwrite=overwrite) as folder:
+                save_file(
+                    {name: t.contiguous() for name, t in tensors.items()}, folder / ADAPTER, {"format": "pt"}
+                )
+                hf_writer.write_json(folder / ADAPTER_CONFIG, dict(description))
+                if moments is not None:
+                    save_file({name: t.contiguous() for name, t in moments.items()}, folder / _OPTIMIZER)
+                hf_writer.write_json(folder / _INFO, {**info, **times})
+        except (RunError, UserError) as error:
+            reason = getattr(error.__cause__, "strerror", None) or error
+            raise RunError(f"{path}: cannot be written: {reason}") from error
         return path
 
     def load(self, path: str) -> SavedAdapter:
@@ -115,7 +116,10 @@ class Checkpoints:
 
     def delete(self, path: str) -> None:
         self.info(path)
-        shutil.rmtree(self._place(path))
+        try:
+            shutil.rmtree(self._place(path))
+        except OSError as error:
+            raise RunError(f"{path}: cannot be deleted: {error.strerror}") from error
 
     def _place(self, path: str) -> Path:
         parts = path.removeprefix("tinker://").split("/")
