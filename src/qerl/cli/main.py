@@ -7,6 +7,7 @@ code 1.
 
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from types import ModuleType
@@ -52,6 +53,9 @@ COMMANDS = (
 
 def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # the name of a file may be no text of its encoding
+            stream.reconfigure(errors="backslashreplace")
     try:
         command(arguments)
     except (UserError, RunError) as error:
