@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import tiny_run
-from qerl.tinker import wire
+from qerl.tinker import service, wire
 from qerl.tinker.wire import WireError, read_pass_request
 from serve.parts import connected
 from tinker_server.test_tinker_wire import DATUM, TARGETS, text
@@ -190,3 +190,44 @@ def test_while_a_large_body_is_read_others_are_answered(address, monkeypatch):
     assert httpx.get(f"{address}/api/v1/healthz", timeout=60).status_code == 200
     assert large.is_alive()
     large.join()
+
+
+def sampler_of(address, model_id, number):
+    made = {"model_id": model_id, "sampling_session_seq_id": number}
+    return result(address, "save_weights_for_sampler", **made)["sampling_session_id"]
+
+
+def is_there(address, sampler_id):
+    return httpx.get(f"{address}/api/v1/samplers/{sampler_id}", timeout=60).status_code == 200
+
+
+def test_a_loop_that_makes_a_sampler_a_step_keeps_few_in_memory(model, folder):
+    """Each has a copy of the adapter; one that is used stays, and so do those of others and of the base."""
+    with serving(model, folder, max_samplers=4) as address:
+        one, other = made_client(address), made_client(address)
+        theirs, first = sampler_of(address, other, 0), sampler_of(address, one, 0)
+        of_base = {"session_id": one.partition(":")[0], "sampling_session_seq_id": 99, "base_model": "tiny"}
+        base = post(address, "create_sampling_session", **of_base).json()["sampling_session_id"]
+        later = []
+        for number in range(1, 8):
+            later.append(sampler_of(address, one, number))
+            assert is_there(address, first)
+        assert [is_there(address, each) for each in later] == [False] * 5 + [True] * 2
+        assert is_there(address, theirs) and is_there(address, base)
+
+
+def test_a_result_that_was_taken_is_freed_after_a_while_and_those_that_wait_are_not(
+    model, folder, monkeypatch
+):
+    monkeypatch.setattr(service, "_KEPT_S", 0.2)
+    monkeypatch.setattr("qerl.tinker.app._SWEEP_S", 0.05)
+    with serving(model, folder) as address:
+        model_id = made_client(address)
+        waiting = post(address, "save_weights", model_id=model_id, path="waiting").json()["request_id"]
+        taken = post(address, "save_weights", model_id=model_id, path="taken").json()["request_id"]
+        assert post(address, "retrieve_future", request_id=taken).status_code == 200
+        end_s = time.monotonic() + 30
+        while post(address, "retrieve_future", request_id=taken).status_code == 200:
+            assert time.monotonic() < end_s
+            time.sleep(0.5)
+        assert post(address, "retrieve_future", request_id=waiting).json()["type"] == "save_weights"

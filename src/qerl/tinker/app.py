@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import hmac
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -88,6 +89,7 @@ async def _sweep(service: Service) -> None:
     while True:
         await asyncio.sleep(min(_SWEEP_S, service.options.session_timeout_s / 2))
         service.end_silent_sessions()
+        service.forget_results()
 
 
 async def _check_access(request: Request, access: AccessCheck, digest: bytes | None) -> None:
@@ -376,11 +378,13 @@ class TinkerRoutes:
 
     async def retrieve_future(self, request: Request) -> Response:
         request_id = (await self._body(request, bodies.RetrieveFuture)).request_id
-        finished = asyncio.wrap_future(self._service.future(request_id))
+        job = self._service.job(request_id)
+        finished = asyncio.wrap_future(job.future)
         await asyncio.wait({finished}, timeout=_LONG_POLL_S)
         if not finished.done():
             waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return JSONResponse(waiting, 408)
+        job.taken_s = time.monotonic()
         error = finished.exception()
         if isinstance(error, UserError):
             return JSONResponse({"error": str(error), "category": "user"})

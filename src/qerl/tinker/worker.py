@@ -27,6 +27,8 @@ class Job:
     """The input of the lane's `run`."""
     future: Future = dataclasses.field(default_factory=Future)
     is_cancelled: bool = False
+    taken_s: float | None = None
+    """time.monotonic() when a client took its result."""
 
     def fail(self, error: BaseException) -> None:
         if not self.future.done():
