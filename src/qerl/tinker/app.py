@@ -322,9 +322,6 @@ class TinkerRoutes:
         if body.model_path is not None:
             spec, tensors, _ = await asyncio.to_thread(service.stored, body.model_path)
             rank = spec.rank
-            require(
-                rank <= service.slot.max_rank, f"the adapter's rank {rank} is above the server's --max-rank"
-            )
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}:{secrets.token_hex(3)}"
         service.add_sampler(body.session_id, sampler_id, tensors, rank, body.model_path)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})

@@ -98,7 +98,11 @@ class Checkpoints:
         result = []
         pattern = f"{run if run is not None and _NAME.fullmatch(run) else '*'}/*/*/{_INFO}"
         for file in self._folder.glob(pattern) if run is None or _NAME.fullmatch(run) else ():
-            place, info = file.parent, self._info(file.parent)
+            place = file.parent
+            try:
+                info = self._info(place)
+            except UserError:  # damaged; who loads it is told
+                continue
             run_name, kind, name = place.parts[-3:]
             if info is None or kind not in KINDS or name.startswith("."):
                 continue
@@ -135,10 +139,26 @@ class Checkpoints:
         if not (place / _INFO).exists():
             return None
         info = read_object(place / _INFO)
-        expires = info.get("expires_at")
-        if expires is not None and datetime.datetime.fromisoformat(expires) < datetime.datetime.now(
-            datetime.UTC
-        ):
+        try:
+            expires = _checked(info)
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{place / _INFO}: is damaged; restore it or remove the checkpoint") from None
+        if expires is not None and expires < datetime.datetime.now(datetime.UTC):
             shutil.rmtree(place, ignore_errors=True)
             return None
         return info
+
+
+def _checked(info: Mapping[str, Any]) -> datetime.datetime | None:
+    """Return when the checkpoint expires, None: never; raise KeyError, TypeError or ValueError for fields
+    that no server writes."""
+    numbers, texts = [info["rank"], info["seed"]], [info["base_model"], info["time"]]
+    flags = [info["train_mlp"], info["train_attn"]]
+    is_whole = all(type(each) is int and each >= 0 for each in numbers)
+    if not is_whole or not all(isinstance(each, str) for each in texts) or not set(flags) <= {True, False}:
+        raise ValueError("fields")
+    expires = info["expires_at"]
+    time = None if expires is None else datetime.datetime.fromisoformat(expires)
+    if time is not None and time.tzinfo is None:
+        raise ValueError("a time without a zone")
+    return time

@@ -296,7 +296,10 @@ class Service:
         """Return a checkpoint's adapter, its masters under the decoder's names, and its moments."""
         saved = self.checkpoints.load(path)
         fields = {field.name: saved.info[field.name] for field in dataclasses.fields(AdapterSpec)}
-        spec = AdapterSpec(**fields)
+        spec, limit = AdapterSpec(**fields), self.slot.max_rank
+        require(
+            spec.rank <= limit, f"the adapter's rank {spec.rank} is above {limit}, the server's --max-rank"
+        )
         self.check_base(saved.info["base_model"])
         names = TrainedAdapter(self.slot.decoder, spec).parameters
         return spec, decoder_tensors(self.slot.decoder.architecture, saved.tensors, names), saved.moments
