@@ -101,7 +101,7 @@ class Checkpoints:
             place = file.parent
             try:
                 info = self._info(place)
-            except UserError:  # damaged; who loads it is told
+            except UserError:  # it is damaged: an error where it is loaded
                 continue
             run_name, kind, name = place.parts[-3:]
             if info is None or kind not in KINDS or name.startswith("."):

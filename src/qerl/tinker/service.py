@@ -253,8 +253,8 @@ class Service:
         self.samplers[sampler_id] = ServedSampler(session_id, model_path, lane, has_adapter=bool(tensors))
         others = [key for key, each in self.samplers.items() if each.has_adapter and key != sampler_id]
         if tensors and len(others) >= self.options.max_samplers:
-            own = [key for key in others if self.samplers[key].session_id == session_id]
-            self._end_sampler((own or others)[0])
+            of_session = [key for key in others if self.samplers[key].session_id == session_id]
+            self._end_sampler((of_session or others)[0])
         return sampler_id
 
     def _end_sampler(self, sampler_id: str) -> None:
