@@ -114,6 +114,23 @@ def test_a_task_that_blocks_the_loop_ends_its_own_episode(model, do):
     assert (fine, other) == (None, None) and blocked[0] == "over the deadline"
 
 
+async def hang_in_a_thread(row):
+    await asyncio.to_thread(time.sleep, 1000)
+
+
+async def use_a_thread(row):
+    assert await asyncio.to_thread(os.getpid) == os.getpid()
+
+
+def test_tools_that_hang_in_threads_take_no_places_of_later_ones(model):
+    """asyncio has six threads for them on two processors."""
+    with playing(model, agent, episode_timeout_s=1.5) as play:
+        hung = play(*[{"do": "hang_in_a_thread"}] * 20, {"do": "use_a_thread"}, num_samples=1)
+        assert failures_of(hung)[-1] is None
+        assert {failure[0] for failure in failures_of(hung)[:-1]} == {"over the deadline"}
+        assert failures_of(play({"do": "use_a_thread"})) == [None] * 2
+
+
 def test_nonsense_in_the_pipe_of_outcomes_is_left_out(model):
     with playing(model, agent) as play:
         assert failures_of(play(FINE, {"do": "write_nonsense"}, FINE, num_samples=1)) == [None] * 3

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import signal
+import threading
 import types
 
 import pytest
@@ -90,3 +91,25 @@ def test_time_in_a_task_that_a_job_made_is_that_jobs_alone(clock, others):
 
     first = "done" if others < 0.5 else "over the deadline"
     assert ended(waiting_for_a_task, sleeping) == [first, "slept"]
+
+
+def test_threads_that_hang_take_no_places_of_a_later_run():
+    """Those of rewards and environments too, whose process stays."""
+    may_end, former = threading.Event(), signal.getsignal(signal.SIGALRM)
+    loop = GuardedLoop(max_concurrent=1, deadline_s=0.2, block_s=60.0)
+
+    async def hanging():
+        await asyncio.gather(*(asyncio.to_thread(may_end.wait, 60) for _ in range(40)))
+
+    async def quick():
+        return await asyncio.to_thread(lambda: "done")
+
+    try:
+        (failure,) = loop.run([("hanging", hanging)])
+        assert failure.cause == "over the deadline" and loop.has_busy_threads
+        loop._deadline_s = 60.0
+        assert loop.run([("quick", quick)]) == ["done"] and not loop.has_busy_threads
+    finally:
+        may_end.set()
+        loop._runner.close()
+        signal.signal(signal.SIGALRM, former)

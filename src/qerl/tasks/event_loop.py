@@ -11,11 +11,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from qerl.tasks.scoring import Failure, failure_of
 
 _MIN_BLOCKED_S = 0.01  # the deadlines of other calls are extended if code blocks the loop for longer
+_MIN_THREADS = 32
 Result = TypeVar("Result")
 
 
@@ -39,6 +41,12 @@ class GuardedLoop(Generic[Result]):
         self._block_s = block_s or deadline_s
         self._clocks: set[asyncio.Timeout] = set()
         self._runner: asyncio.Runner | None = None
+        self._threads: CountedThreads | None = None
+
+    @property
+    def has_busy_threads(self) -> bool:
+        """True if the code left a thread behind, such as a tool that hangs in asyncio.to_thread."""
+        return self._threads is not None and bool(self._threads.running)
 
     def run(
         self,
@@ -51,6 +59,10 @@ class GuardedLoop(Generic[Result]):
             signal.signal(signal.SIGALRM, _interrupt)
             self._runner = asyncio.Runner()
             self._runner.get_loop().set_task_factory(self._task)
+            self._threads = None
+        if self._threads is None or self._threads.running:  # those that hang keep their places
+            self._threads = CountedThreads(max(self._max_concurrent, _MIN_THREADS))
+            self._runner.get_loop().set_default_executor(self._threads)
         try:
             return self._runner.run(self._all(jobs, on_end))
         except BaseException as error:
@@ -101,6 +113,20 @@ class GuardedLoop(Generic[Result]):
             when_s = other.when()
             if other is not clock and when_s is not None and not other.expired():
                 other.reschedule(when_s + blocked_s)
+
+
+class CountedThreads(ThreadPoolExecutor):
+    """Knows its calls that have not ended; asyncio's own has six threads on two processors."""
+
+    def __init__(self, max_workers: int):
+        super().__init__(max_workers, "loop")
+        self.running: set[Future[Any]] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future = super().submit(fn, *arguments, **options)
+        self.running.add(future)
+        future.add_done_callback(self.running.discard)
+        return future
 
 
 class _GuardedCode(Coroutine[Any, Any, Any]):

@@ -4,8 +4,8 @@
     def agent(client, row) -> float | dict              in a thread of its own
 
 The function gets the arguments that it names. A coroutine that blocks the event loop for a minute is
-interrupted. A thread cannot be ended: if one is still running when its episode is over, the process is
-replaced before the next episodes.
+interrupted. A thread cannot be ended: if one is still running when all episodes are over, the process is
+replaced before the next ones.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class AgentWorker:
         if isinstance(ended, BaseException):
             for position in range(len(calls)):
                 say(position, failure_of(name, ended))
-        return bool(self._in_threads)
+        return bool(self._in_threads) or self._loop.has_busy_threads
 
     async def _episode(self, call: AgentCall) -> Outcome:
         late = InvalidReturn(
