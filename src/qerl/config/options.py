@@ -264,6 +264,10 @@ class TinkerOptions:
     max_adapters: int = 32
     """Maximum number of training clients at once."""
 
+    max_samplers: int = 64
+    """Adapters of samplers in host memory; a new one takes the place of the session's that was used longest
+    ago."""
+
     device_adapters: int = 4
     """Training clients whose adapter and optimizer stay on the device; others wait in host memory."""
 
@@ -290,6 +294,7 @@ class TinkerOptions:
     def __post_init__(self):
         check_numbers(self)
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
-        check_positive(self, "max_rank", "max_adapters", "device_adapters", "max_context_tokens")
+        check_positive(self, "max_rank", "max_adapters", "max_samplers", "device_adapters")
+        check_positive(self, "max_context_tokens")
         check_positive(self, "max_samples", "max_waiting", "max_body_bytes", "max_connections")
         check_positive(self, "session_timeout_s")

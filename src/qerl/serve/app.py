@@ -54,8 +54,8 @@ def make_app(
 ) -> Starlette:
     """Return the app; its state has the server's metrics, and what ends the requests that are running.
 
-    check: used instead of the check of api_key. It raises ApiError to refuse a request, and may set
-    `request.state.parser`, which then parses that request."""
+    check: used instead of the check of api_key. It raises ApiError to refuse a request, and may set in
+    `request.state` a parser, which then parses that request, and a turn, which is locked meanwhile."""
     metrics = ServerMetrics()
     routes = Routes(parser, batcher, metrics)
 
@@ -77,7 +77,7 @@ def make_app(
 
     handlers: dict[Any, Any] = {  # each takes the error that it is for, which Starlette's type cannot say
         HTTPException: _error_response,
-        ClientDisconnect: _no_response,
+        ClientDisconnect: no_response,
         Exception: _failure_response,
     }
     app = Starlette(
@@ -185,11 +185,11 @@ class Routes:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "qerl"}
 
     async def completions(self, request: Request) -> Response:
-        parsed = await self._parsed(self._parser_of(request).completion, await self._body(request))
+        parsed = await self._parsed(request, self._parser_of(request).completion)
         return await self._answer(request, parsed, CompletionResponse(parsed, *self._names))
 
     async def chat_completions(self, request: Request) -> Response:
-        parsed = await self._parsed(self._parser_of(request).chat, await self._body(request))
+        parsed = await self._parsed(request, self._parser_of(request).chat)
         return await self._answer(request, parsed, ChatResponse(parsed, *self._names))
 
     async def responses(self, request: Request) -> Response:
@@ -199,14 +199,16 @@ class Routes:
             body = ResponsesBody.parse(content, parser.known_name, parser.options)
             return body, parser.chat_of(body.to_chat())
 
-        body, parsed = await self._parsed(parse, await self._body(request))
+        body, parsed = await self._parsed(request, parse)
         return await self._answer(request, parsed, ResponsesResponse(body, parsed, *self._names))
 
     def _parser_of(self, request: Request) -> RequestParser:
         return getattr(request.state, "parser", self._parser)
 
-    async def _parsed(self, parse: Callable[[bytes], Parsed], content: bytes) -> Parsed:
-        return await asyncio.get_running_loop().run_in_executor(self._parse_thread, parse, content)
+    async def _parsed(self, request: Request, parse: Callable[[bytes], Parsed]) -> Parsed:
+        content = await self._body(request)
+        async with getattr(request.state, "turn", contextlib.nullcontext()):
+            return await asyncio.get_running_loop().run_in_executor(self._parse_thread, parse, content)
 
     async def _answer(self, http: Request, parsed: CompletionRequest, response: ApiResponse) -> Response:
         pending = parsed.pending
@@ -364,5 +366,5 @@ async def _failure_response(http: Request, error: Exception) -> Response:
     return JSONResponse(error_body(_api_error(error)), status_code=500)
 
 
-async def _no_response(http: Request, error: ClientDisconnect) -> Response:
+async def no_response(http: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=499)  # nginx's code for a client that closed the connection

@@ -11,18 +11,19 @@ import dataclasses
 import hashlib
 import hmac
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from qerl.errors import UserError, require
-from qerl.serve.app import AccessCheck, read_body
+from qerl.errors import RunError, UserError, require
+from qerl.serve.app import AccessCheck, no_response, read_body
 from qerl.serve.fields import ApiError
 from qerl.serve.gate import Gate
 from qerl.serve.metrics import ServerMetrics
@@ -62,13 +63,17 @@ def make_app(
             await _check_access(request, access, digest)
             try:
                 return await answer(request)
-            except (UserError, WireError) as error:
-                status = {NotFoundError: 404, FullError: 429}.get(type(error), 400)
+            except (UserError, RunError, WireError) as error:
+                status = {NotFoundError: 404, FullError: 429, RunError: 500}.get(type(error), 400)
                 return JSONResponse({"detail": str(error)}, status)
 
         return Route(f"/api/v1/{path}", endpoint, methods=list(methods or ["POST"]))
 
-    handlers: dict[Any, Any] = {HTTPException: _error_response}
+    handlers: dict[Any, Any] = {
+        HTTPException: _error_response,
+        ClientDisconnect: no_response,
+        Exception: _failure_response,
+    }
     app = Starlette(
         lifespan=lifespan,
         routes=[route(path, *how) for path, *how in routes.table()],
@@ -84,6 +89,7 @@ async def _sweep(service: Service) -> None:
     while True:
         await asyncio.sleep(min(_SWEEP_S, service.options.session_timeout_s / 2))
         service.end_silent_sessions()
+        service.forget_results()
 
 
 async def _check_access(request: Request, access: AccessCheck, digest: bytes | None) -> None:
@@ -97,6 +103,11 @@ async def _check_access(request: Request, access: AccessCheck, digest: bytes | N
 
 async def _error_response(request: Request, error: HTTPException) -> Response:
     return JSONResponse({"detail": error.detail}, error.status_code)
+
+
+async def _failure_response(request: Request, error: Exception) -> Response:
+    """Answer where a route failed; uvicorn logs the traceback."""
+    return JSONResponse({"detail": "the request failed; see the server's log"}, 500)
 
 
 class TinkerRoutes:
@@ -207,7 +218,7 @@ class TinkerRoutes:
         return _promise(self._service.submit(model, None, lambda: result))
 
     async def forward_backward(self, request: Request) -> Response:
-        body = read_pass_request(await self._content(request))
+        body = await asyncio.to_thread(read_pass_request, await self._content(request))
         model, passes = self._service.model(body.model_id), self._service.passes
 
         def work() -> Result:
@@ -311,9 +322,6 @@ class TinkerRoutes:
         if body.model_path is not None:
             spec, tensors, _ = await asyncio.to_thread(service.stored, body.model_path)
             rank = spec.rank
-            require(
-                rank <= service.slot.max_rank, f"the adapter's rank {rank} is above the server's --max-rank"
-            )
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}:{secrets.token_hex(3)}"
         service.add_sampler(body.session_id, sampler_id, tensors, rank, body.model_path)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
@@ -367,14 +375,18 @@ class TinkerRoutes:
 
     async def retrieve_future(self, request: Request) -> Response:
         request_id = (await self._body(request, bodies.RetrieveFuture)).request_id
-        finished = asyncio.wrap_future(self._service.future(request_id))
+        job = self._service.job(request_id)
+        finished = asyncio.wrap_future(job.future)
         await asyncio.wait({finished}, timeout=_LONG_POLL_S)
         if not finished.done():
             waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return JSONResponse(waiting, 408)
+        job.taken_s = time.monotonic()
         error = finished.exception()
         if isinstance(error, UserError):
             return JSONResponse({"error": str(error), "category": "user"})
+        if isinstance(error, RunError):
+            return JSONResponse({"error": str(error), "category": "server"})
         if error is not None:
             return JSONResponse({"error": "the request failed; see the server's log", "category": "server"})
         result = finished.result()

@@ -9,7 +9,6 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from qerl.tinker.worker import DeviceWorker, Job, Lane
 
 Result = bytes | dict[str, Any]
 _MAX_AHEAD = 10_000  # requests that wait for one with a lower number
+_KEPT_S = 60.0  # a result is kept so long after a client has taken it, whose connection may have failed
 
 
 class NotFoundError(UserError):
@@ -72,6 +72,7 @@ class ServedSampler:
     session_id: str
     model_path: str | None
     lane: Lane
+    has_adapter: bool
     num_requests: int = 0
 
 
@@ -123,6 +124,13 @@ class Service:
         for session_id in [key for key, each in self.sessions.items() if each.heard_s < limit_s]:
             self.end_session(session_id)
 
+    def forget_results(self) -> None:
+        """Free results that clients have taken: a run of weeks has millions."""
+        limit_s = time.monotonic() - _KEPT_S
+        taken = [key for key, job in self.jobs.items() if job.taken_s is not None and job.taken_s < limit_s]
+        for key in taken:
+            del self.jobs[key]
+
     def end_session(self, session_id: str) -> None:
         """Free all that the session has; its checkpoints stay."""
         session = self.sessions.pop(session_id, TinkerSession(0.0))
@@ -145,9 +153,11 @@ class Service:
 
     def sampler(self, sampler_id: str) -> ServedSampler:
         if sampler_id not in self.samplers:
-            raise NotFoundError(f"there is no sampler {sampler_id[:80]}: its session has ended")
-        self.session(self.samplers[sampler_id].session_id)
-        return self.samplers[sampler_id]
+            reason = "its session has ended, or newer ones have its place (--max-samplers)"
+            raise NotFoundError(f"there is no sampler {sampler_id[:80]}: {reason}")
+        sampler = self.samplers[sampler_id] = self.samplers.pop(sampler_id)  # the last used is the last
+        self.session(sampler.session_id)
+        return sampler
 
     def check_base(self, base_model: str | None) -> None:
         known = base_model is None or base_model in self.names
@@ -163,7 +173,7 @@ class Service:
         """Enter a training client, which `make` then makes in the worker; return the request's id."""
         session, model_id = self.session(session_id), f"{session_id}:train:{seq}"
         request_id = f"{model_id}:0"
-        if request_id in self.jobs:
+        if model_id in self.models:
             return request_id
         limit = self.options.max_adapters
         require(
@@ -239,8 +249,18 @@ class Service:
             sample_all(self.engine, jobs, max_positions=self.max_context_tokens)
 
         self.session(session_id).samplers.append(sampler_id)
-        self.samplers[sampler_id] = ServedSampler(session_id, model_path, Lane(run, takes_all=True))
+        lane = Lane(run, takes_all=True)
+        self.samplers[sampler_id] = ServedSampler(session_id, model_path, lane, has_adapter=bool(tensors))
+        others = [key for key, each in self.samplers.items() if each.has_adapter and key != sampler_id]
+        if tensors and len(others) >= self.options.max_samplers:
+            of_session = [key for key in others if self.samplers[key].session_id == session_id]
+            self._end_sampler((of_session or others)[0])
         return sampler_id
+
+    def _end_sampler(self, sampler_id: str) -> None:
+        sampler = self.samplers.pop(sampler_id)
+        self.sessions[sampler.session_id].samplers.remove(sampler_id)
+        self.worker.drop(sampler.lane)
 
     def sample(self, sampler_id: str, seq: int | None, work: Any) -> tuple[str, Job]:
         sampler = self.sampler(sampler_id)
@@ -254,11 +274,12 @@ class Service:
             self.worker.submit(sampler.lane, self.jobs[request_id])
         return request_id, self.jobs[request_id]
 
-    def future(self, request_id: str) -> Future:
+    def job(self, request_id: str) -> Job:
         if request_id not in self.jobs:
-            raise NotFoundError(f"there is no request {request_id[:100]}: its session has ended")
+            reason = "its session has ended, or its result was taken"
+            raise NotFoundError(f"there is no request {request_id[:100]}: {reason}")
         self.session(request_id.partition(":")[0])
-        return self.jobs[request_id].future
+        return self.jobs[request_id]
 
     def save(self, model: TrainedModel, kind: str, name: str, *, has_moments: bool, **how: Any) -> str:
         """In the worker: write a checkpoint of the model as it is; return its path."""
@@ -275,7 +296,10 @@ class Service:
         """Return a checkpoint's adapter, its masters under the decoder's names, and its moments."""
         saved = self.checkpoints.load(path)
         fields = {field.name: saved.info[field.name] for field in dataclasses.fields(AdapterSpec)}
-        spec = AdapterSpec(**fields)
+        spec, limit = AdapterSpec(**fields), self.slot.max_rank
+        require(
+            spec.rank <= limit, f"the adapter's rank {spec.rank} is above {limit}, the server's --max-rank"
+        )
         self.check_base(saved.info["base_model"])
         names = TrainedAdapter(self.slot.decoder, spec).parameters
         return spec, decoder_tensors(self.slot.decoder.architecture, saved.tensors, names), saved.moments

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 
 _logger = logging.getLogger("uvicorn.error")
 _SHUTDOWN_TIMEOUT_S = 10.0
@@ -27,6 +27,8 @@ class Job:
     """The input of the lane's `run`."""
     future: Future = dataclasses.field(default_factory=Future)
     is_cancelled: bool = False
+    taken_s: float | None = None
+    """time.monotonic() when a client took its result."""
 
     def fail(self, error: BaseException) -> None:
         if not self.future.done():
@@ -80,7 +82,9 @@ class DeviceWorker:
             try:
                 lane.run(jobs)
             except Exception as error:  # of these jobs; the others go on
-                if not isinstance(error, UserError):
+                if isinstance(error, RunError):
+                    _logger.error("%s", error)
+                elif not isinstance(error, UserError):
                     _logger.error("a request failed", exc_info=error)
                 for job in jobs:
                     job.fail(error)
