@@ -26,10 +26,10 @@ def batched_tokens(config: EngineConfig, a: Architecture, memory_bytes: float = 
     if a.mixture is not None:
         return _MIXTURE_TOKENS
     weights = max(sum(x.num_weights for g in spec.groups for x in g.linears) for spec, _ in counted_specs(a))
-    most = min(_MAX_TOKENS, _TOKENS * _LAYER_WEIGHTS / weights)
-    most = min(most, memory_bytes / _MEMORY_SHARE / prefill_row_bytes(a))
+    limit = min(_MAX_TOKENS, _TOKENS * _LAYER_WEIGHTS / weights)
+    limit = min(limit, memory_bytes / _MEMORY_SHARE / prefill_row_bytes(a))
     tokens = _TOKENS
-    while 2 * tokens <= most:
+    while 2 * tokens <= limit:
         tokens *= 2
     return tokens
 
