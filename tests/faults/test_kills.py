@@ -3,7 +3,7 @@
 import pytest
 
 import tiny_run
-from faults import kills, runs
+from faults import commands, kills, runs
 from qerl.errors import UserError
 from qerl.tracking import Journal
 
@@ -57,3 +57,31 @@ def test_the_lock_goes_with_the_run_and_not_with_its_workers(files, tmp_path):
     with Journal(tmp_path / "run", num_steps=1):
         left = run.processes()  # before the warden has looked
         assert workers and run.pid not in left
+
+
+CALIBRATED = ("--model.calibrate", "gptq", "--num-steps", "2")
+
+
+def base_of(out):
+    note = "qerl_calibrated.json"  # with the seconds that it took
+    return {path.name: path.read_bytes() for path in (out / "base").iterdir() if path.name != note}
+
+
+def test_killed_while_it_calibrates_and_started_again_a_run_is_the_unbroken_one(files, tmp_path, monkeypatch):
+    """While it samples, and at a flush of the calibrated model."""
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
+    whole = tmp_path / "whole"
+    runs.finish(files, whole, *CALIBRATED)
+    for cut in (None, 20):
+        out = tmp_path / str(cut)
+        monkeypatch.setenv("QERL_CACHE", str(tmp_path / f"cache-{cut}"))
+        first = (lambda: None) if cut is None else commands.killed_at(cut)
+        run = runs.start(files, out, *CALIBRATED, first=first)
+        if cut is None:
+            run.wait_for(lambda run=run: run.log.exists() and "quantizing" in run.said)
+            run.kill()
+        assert run.wait() == -9 and runs.num_steps(out) == 0
+        runs.finish(files, out, *CALIBRATED)
+        assert base_of(out) == base_of(whole) and runs.difference(out, whole) is None
+        left = [path.name for folder in (out, tmp_path / f"cache-{cut}") for path in folder.rglob("*")]
+        assert not [name for name in left if "unfinished" in name or name.endswith(".part")]

@@ -120,9 +120,7 @@ def counted(name):
         round(step_floor_ms(limit, a, dataclasses.replace(case, **settings)), 6) for settings in DECODED
     ]
     pages = [page_bytes(a, 16, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
-    prefill = working_bytes(
-        EngineConfig(), types.SimpleNamespace(architecture=a, device=torch.device("cuda"))
-    )
+    prefill = working_bytes(EngineConfig(), types.SimpleNamespace(architecture=a, device=torch.device("cpu")))
     return [*floors, num_active_params(a), *pages, slot_bytes(a, torch.bfloat16), prefill]
 
 
@@ -158,7 +156,7 @@ PLANNED = {
         8_192 8_192 79_253_313_024 28_198_305_792
     """,
     "full weights": """
-        212_336_640 0 56_901_888 424_673_280 0 849_346_560 1_557_504_000 600_000_000 679_477_248
+        212_336_640 0 56_901_888 424_673_280 0 849_346_560 1_557_504_000 600_000_000 97_517_568
         424_673_280 3_985_970_040 346_186_368 0
         57819.386 36538.095 0.914
         65_536 65_536 37_594_040_064 0
@@ -195,13 +193,13 @@ PLANNED = {
     """,
     "branches, noise of groups": """
         739_680_256 0 470_194_176 147_718_144 147_718_144 295_436_288 3_817_275_392 600_000_000
-        980_090_880 147_718_144 14_007_828_800 587_701_760 0
+        508_231_680 147_718_144 14_007_828_800 587_701_760 0
         36182.266 39147.959 1.073
         32_768 32_768 64_691_994_112 2_710_306_816
     """,
     "partial, FlashRL": """
         5_549_248_512 2_779_522_560 623_517_696 239_468_544 383_385_600 478_937_088 2_000_000_000
-        600_000_000 578_813_952 239_468_544 2_262_859_776 1_297_903_296 0
+        600_000_000 379_584_512 239_468_544 2_262_859_776 1_297_903_296 0
         20210.43 16395.299 2.246
         16_384 16_384 61_044_841_472 0
     """,

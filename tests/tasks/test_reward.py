@@ -62,7 +62,7 @@ def test_rewards_come_by_group_and_sample(pool):
     ],
 )
 def test_a_reward_that_fails_costs_its_sample_and_is_counted_by_cause(pool, way, cause):
-    one = pool(by_name, reward_timeout_s=0.5 if way == "hang" else 10.0)
+    one = pool(by_name, reward_timeout_s=1.5 if way == "hang" else 30.0)
     assert one.score([group("a", way), group("b", "c")]) == [[1.0, None], [1.0, 1.0]]
     assert one.failures == {cause: 1}
     (line,) = format_failures(one.take_failures())

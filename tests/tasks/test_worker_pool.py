@@ -129,9 +129,9 @@ def test_a_job_over_its_deadline_is_killed_and_the_rest_is_done(pool):
         return time.sleep(60) if item == 1 else item
 
     start = time.monotonic()
-    outcomes = pool(work).run(list(range(6)), deadline_s=0.5)
+    outcomes = pool(work).run(list(range(6)), deadline_s=1.5)
     assert causes(outcomes) == [0, "over the deadline", 2, 3, 4, 5]
-    assert 0.5 <= time.monotonic() - start < 30  # not the job's 60 s
+    assert 1.5 <= time.monotonic() - start < 30  # not the job's 60 s
 
 
 def test_a_job_that_does_not_come_back_to_python_is_killed_as_well(pool):
@@ -139,7 +139,7 @@ def test_a_job_that_does_not_come_back_to_python_is_killed_as_well(pool):
         return sum(range(10**13)) if item == 1 else item  # hours in which no signal handler gets to run
 
     start = time.monotonic()
-    assert causes(pool(work).run([0, 1, 2], deadline_s=0.5)) == [0, "over the deadline", 2]
+    assert causes(pool(work).run([0, 1, 2], deadline_s=1.5)) == [0, "over the deadline", 2]
     assert time.monotonic() - start < 30
 
 

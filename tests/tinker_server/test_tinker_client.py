@@ -1,10 +1,7 @@
 """The released client `tinker`, unmodified, against a server of a tiny model on a CPU."""
 
-import contextlib
 import logging
 import math
-import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,10 +12,7 @@ from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 
 import tiny_run
-from qerl.config import ModelConfig
-from qerl.config.options import TinkerOptions
-from qerl.serve.server import make_server
-from qerl.tinker.server import load_app, serve_options
+from tinker_server.tinker_parts import serving
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types
@@ -28,31 +22,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 KEY = "tml-test"
 TEXT = [5, 9, 7, 3, 8, 9, 7, 3, 5, 2]
-
-
-@contextlib.contextmanager
-def serving(model, folder, *, key=None, **settings):
-    """The address of a server."""
-    options = TinkerOptions(
-        model=ModelConfig(path=str(model), dtype="fp32"),
-        checkpoints=folder,
-        name="tiny",
-        max_rank=8,
-        **settings,
-    )
-    app, limits = load_app(str(model), options, api_key=key), serve_options(options)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = make_server(app, limits)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(30)
-            assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

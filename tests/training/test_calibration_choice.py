@@ -40,7 +40,7 @@ def finish(files, out, *more):
 
 def test_the_estimates_are_the_sums_of_their_parts(files):
     a = architecture_of(locate(str(files)).open())
-    config = dataclasses.replace(RunConfig(), evaluate=EvalConfig(num_prompts=256), num_prompts=8)
+    config = RunConfig(model=ModelConfig(device="cpu"), evaluate=EvalConfig(num_prompts=256), num_prompts=8)
     # width 64, 4 heads, 2 k and v heads, F 96, two layers, 272 tokens
     groups = [(64 + 32 + 32, 64), (64, 64), (2 * 96, 64), (64, 96)]
     weights = 2 * sum(n * k for n, k in groups)
@@ -63,7 +63,7 @@ def test_rates_of_this_machine_are_positive_seconds():
 def test_the_choice_is_told_once_and_stays_with_the_run(files, tmp_path, monkeypatch, rates, is_on):
     out = tmp_path / "run"
     monkeypatch.setattr(calibration_choice, "measure", lambda *_: rates)
-    monkeypatch.setattr(calibration_choice, "CALIBRATION_TOKENS", 16)
+    monkeypatch.setattr(calibration_choice, "calibration_tokens", lambda a, device: 16)
     code, stderr, (line,) = finish(files, out)
     assert code == 0, stderr
     assert line.startswith(f"model.calibrate auto: {'on' if is_on else 'off'}, calibration takes about ")

@@ -5,8 +5,10 @@ code 1.
 `--debug` anywhere shows the traceback.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from types import ModuleType
@@ -52,6 +54,10 @@ COMMANDS = (
 
 def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # the name of a file may be no text of its encoding
+            with contextlib.suppress(OSError, ValueError):  # a stream that is closed or was redirected
+                stream.reconfigure(errors="backslashreplace")
     try:
         command(arguments)
     except (UserError, RunError) as error:

@@ -46,6 +46,7 @@ from qerl.engine.score import score
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.kernels.runtime.compile_tally import CompileReport
+from qerl.kernels.runtime.gpu_memory import memory_bytes
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
 from qerl.types import GenerateRequest, Group, Sampling
@@ -63,15 +64,15 @@ class PagedEngine(LocalEngine):
         *,
         stop_token_ids: frozenset[int],
     ):
-        is_on_gpu = decoder.device.type != "cpu"
+        gpu_bytes = memory_bytes(decoder.device)
         super().__init__(
             decoder,
             tokenizer,
             stop_token_ids=stop_token_ids,
-            max_num_batched_tokens=batched_tokens(config, decoder.architecture, on_gpu=is_on_gpu),
+            max_num_batched_tokens=batched_tokens(config, decoder.architecture, gpu_bytes),
         )
         self._decoder, self._config = decoder, config
-        self._min_prefill_tokens = min_prefill_tokens(config, decoder.architecture, on_gpu=is_on_gpu)
+        self._min_prefill_tokens = min_prefill_tokens(config, decoder.architecture, gpu_bytes)
         self._cache: KVCache | None = None
         self._host = HostPieces(decoder.device)
         self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else decoder.compute

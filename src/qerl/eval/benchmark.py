@@ -80,9 +80,12 @@ def run_benchmark(
     path: Path,
     settings: dict[str, Any],
     work: Work,
+    *,
+    continues: bool = True,
 ) -> dict[str, Any]:
-    """Evaluate the problems that the file lacks and return the summary; the engine is made only if needed."""
-    problems, prompts_P = read_results(path), benchmark.request.prompts_P
+    """Evaluate the problems that the file lacks, or all unless it continues, and return the summary; the
+    engine is made only if needed."""
+    problems, prompts_P = read_results(path) if continues else [], benchmark.request.prompts_P
     batch = max(1, _SAMPLES_PER_BATCH // benchmark.request.num_samples)
     path.parent.mkdir(parents=True, exist_ok=True)
     for start in range(len(problems), len(prompts_P), batch):

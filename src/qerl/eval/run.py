@@ -87,10 +87,11 @@ def run_benchmarks(
             task, pool = tasks[name], pools[_grading(tasks[name])]
             settings = settings_of(benchmark, model_settings | _task_settings(task, pool))
             path = result_path(folder, settings)
-            if not all(reward in REWARDS for reward in task.rewards):
-                path.unlink(missing_ok=True)  # the settings do not show changes of the user's own function
+            # the settings do not show changes of the user's own function
+            continues = all(reward in REWARDS for reward in task.rewards)
             engine = partial(_engine, load_engine, pool, task, max_prompt_tokens)
-            summary = run_benchmark(benchmark, engine, path, settings, partial(work, console))
+            working = partial(work, console)
+            summary = run_benchmark(benchmark, engine, path, settings, working, continues=continues)
             for text in format_failures(pool.take_failures()):
                 notice(text)
             results.append({"set": name, "model": source, **summary, "file": str(path)})

@@ -1,6 +1,7 @@
 """Write the folder of a model or an adapter; the folder appears only when it is complete."""
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -20,6 +21,7 @@ from qerl.models.checkpoint.source import ModelSource
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tracking.atomic_file import short_name, sync_path
 
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of Linux' renameat2
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 _TOKENIZER_FILES += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
 
@@ -35,9 +37,11 @@ def check_output_folder(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(out: Path) -> Iterator[Path]:
+def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `out`. At the end it is flushed to the disk and renamed to `out`; after
-    an error it is removed. What killed processes left of the same folder is removed at the beginning."""
+    an error it is removed. What killed processes left of the same folder is removed at the beginning.
+
+    overwrite: a folder `out` stays as it is until the new one takes its place."""
     place = out.resolve()  # a link to an empty folder stays one
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +53,10 @@ def atomic_folder(out: Path) -> Iterator[Path]:
         folder.chmod(0o755)  # mkdtemp lets only the owner read
         for path in [*folder.rglob("*"), folder]:
             sync_path(path)
-        folder.replace(place)
+        if overwrite and place.exists():
+            _exchange(folder, place)
+        else:
+            folder.replace(place)
         sync_path(place.parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -57,6 +64,18 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
+
+
+def _exchange(folder: Path, place: Path) -> None:
+    """Swap two folders, in one operation where the system has it."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    paths = os.fsencode(folder), os.fsencode(place)
+    if rename is not None and rename(_HERE, paths[0], _HERE, paths[1], _RENAME_EXCHANGE) == 0:
+        return
+    former = folder.with_name(f"{folder.name}-former")
+    place.replace(former)
+    folder.replace(place)
+    former.replace(folder)
 
 
 def _make_unfinished(place: Path) -> tuple[Path, int]:

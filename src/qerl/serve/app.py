@@ -55,8 +55,8 @@ def make_app(
 ) -> Starlette:
     """Return the app; its state has the server's metrics, and what ends the requests that are running.
 
-    check: used instead of the check of api_key. It raises ApiError to refuse a request, and may set
-    `request.state.parser`, which then parses that request."""
+    check: used instead of the check of api_key. It raises ApiError to refuse a request, and may set in
+    `request.state` a parser, which then parses that request, and a turn, which is locked meanwhile."""
     metrics = ServerMetrics()
     routes = Routes(parser, batcher, metrics)
 
@@ -78,7 +78,7 @@ def make_app(
 
     handlers: dict[Any, Any] = {  # each takes the error that it is for, which Starlette's type cannot say
         HTTPException: _error_response,
-        ClientDisconnect: _no_response,
+        ClientDisconnect: no_response,
         Exception: _failure_response,
     }
     app = Starlette(
@@ -188,11 +188,11 @@ class Routes:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "qerl"}
 
     async def completions(self, request: Request) -> Response:
-        parsed = await self._parsed(self._parser_of(request).completion, await self._body(request))
+        parsed = await self._parsed(request, self._parser_of(request).completion)
         return await self._answer(request, parsed, CompletionResponse(parsed, *self._names_of(parsed)))
 
     async def chat_completions(self, request: Request) -> Response:
-        parsed = await self._parsed(self._parser_of(request).chat, await self._body(request))
+        parsed = await self._parsed(request, self._parser_of(request).chat)
         return await self._answer(request, parsed, ChatResponse(parsed, *self._names_of(parsed)))
 
     async def responses(self, request: Request) -> Response:
@@ -202,7 +202,7 @@ class Routes:
             body = ResponsesBody.parse(content, parser.known_names, parser.options)
             return body, parser.chat_of(body.to_chat())
 
-        body, parsed = await self._parsed(parse, await self._body(request))
+        body, parsed = await self._parsed(request, parse)
         response = ResponsesResponse(body, parsed, *self._names_of(parsed))
         return await self._answer(request, parsed, response)
 
@@ -212,7 +212,7 @@ class Routes:
         return name or self._parser.name, self._parser.model
 
     async def load_adapter(self, request: Request) -> Response:
-        body = await self._parsed(AdapterBody.parse, await self._body(request))
+        body = await self._parsed(request, AdapterBody.parse)
         if self._parser.adapters is None:
             raise ApiError(403, "the server was started without --adapter-folder", code="no_adapters")
         if body.lora_path is None:
@@ -224,7 +224,7 @@ class Routes:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
-        body = await self._parsed(AdapterBody.parse, await self._body(request))
+        body = await self._parsed(request, AdapterBody.parse)
         if self._parser.adapters is None or not self._parser.adapters.unload(body.lora_name):
             message = f"there is no adapter {body.lora_name[:150]!r}"
             raise ApiError(404, message, param="lora_name", code="adapter_not_found")
@@ -233,8 +233,10 @@ class Routes:
     def _parser_of(self, request: Request) -> RequestParser:
         return getattr(request.state, "parser", self._parser)
 
-    async def _parsed(self, parse: Callable[[bytes], Parsed], content: bytes) -> Parsed:
-        return await asyncio.get_running_loop().run_in_executor(self._parse_thread, parse, content)
+    async def _parsed(self, request: Request, parse: Callable[[bytes], Parsed]) -> Parsed:
+        content = await self._body(request)
+        async with getattr(request.state, "turn", contextlib.nullcontext()):
+            return await asyncio.get_running_loop().run_in_executor(self._parse_thread, parse, content)
 
     async def _answer(self, http: Request, parsed: CompletionRequest, response: ApiResponse) -> Response:
         pending = parsed.pending
@@ -392,5 +394,5 @@ async def _failure_response(http: Request, error: Exception) -> Response:
     return JSONResponse(error_body(_api_error(error)), status_code=500)
 
 
-async def _no_response(http: Request, error: ClientDisconnect) -> Response:
+async def no_response(http: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=499)  # nginx's code for a client that closed the connection

@@ -24,6 +24,11 @@ class LoadedModel:
     def token_bytes(self) -> TokenBytes:
         return TokenBytes(self.engine.tokenizer)
 
+    @functools.cached_property
+    def max_token_chars(self) -> int:
+        """Number of characters of the longest token."""
+        return max(map(len, self.engine.tokenizer.get_vocab()))
+
 
 def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> LoadedModel:
     """Load `source`: a model, or the folder of a run, of which `run` is the config."""

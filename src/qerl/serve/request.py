@@ -26,7 +26,7 @@ from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.marked_text import NO_MARKERS, Markers
 from qerl.serve.reasoning import AnswerStream, ReasoningForm, reasoning_of
 from qerl.serve.tools import ToolCallStream, call_schema, with_described_tools
-from qerl.tasks.prompt import render_chat
+from qerl.tasks.prompt import TooLongError, render_chat
 from qerl.types import Prompt, Sampling
 
 # Arguments of the functions that render, `self` too, which are no variables of a template.
@@ -124,22 +124,27 @@ class RequestParser:
         if wrong := [name for name in variables if name in _RESERVED or not name.isidentifier()]:
             message = f"chat_template_kwargs: {wrong[0][:50]!r} is not a variable of a template"
             raise ApiError(400, message, param="chat_template_kwargs")
-        tokenizer = self.model.engine.tokenizer
+        render = functools.partial(render_chat, self.model.engine.tokenizer, max_chars=self._max_prompt_chars)
         try:
-            plain = render_chat(tokenizer, messages, variables)
+            plain = render(messages, variables)
             if not body.offered_tools:
                 return plain
             tools = [tool.function.for_template() for tool in body.tools]
-            prompt = render_chat(tokenizer, messages, variables | {"tools": tools})
+            prompt = render(messages, variables | {"tools": tools})
             if prompt == plain:  # the template has no place for tools
-                prompt = render_chat(tokenizer, with_described_tools(messages, tools), variables)
+                prompt = render(with_described_tools(messages, tools), variables)
             return prompt
+        except TooLongError as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from None
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
 
     def _tokenized(self, prompt: str | list[int]) -> tuple[str, list[int]]:
         engine = self.model.engine
         if isinstance(prompt, str):
+            if len(prompt) > (limit := self._max_prompt_chars):
+                message = f"the prompt has {len(prompt):,} characters; the limit is {limit:,}"
+                raise ApiError(400, message, code="context_length_exceeded")
             return prompt, list(engine.tokenizer(prompt)["input_ids"])
         if max(prompt) >= engine.vocab_size:
             message = f"prompt: token {max(prompt)} is not in the vocabulary of {engine.vocab_size}"
@@ -222,6 +227,11 @@ class RequestParser:
         if num_choices > limit:
             message = f"at most {limit} choices per request (prompts times n), got {num_choices}"
             raise ApiError(400, message, param=param)
+
+    @property
+    def _max_prompt_chars(self) -> int:
+        """More characters are more tokens than a prompt may have, whatever they are."""
+        return min(self.options.max_prompt_tokens, self.model.max_positions) * self.model.max_token_chars
 
     def _check_length(self, prompt_tokens: int, answer_tokens: int) -> None:
         """Raise ApiError unless the prompt and this many tokens fit; an answer without max_tokens may be cut

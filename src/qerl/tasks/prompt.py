@@ -252,14 +252,28 @@ def render_chat(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None = None,
+    max_chars: int | None = None,
 ) -> tuple[str, list[int]]:
     """Return (text, tokens) up to the start of the assistant's turn, or of the rest of its last message.
 
-    variables: further ones of the template, such as tools."""
+    variables: further ones of the template, such as tools. max_chars: raise TooLongError for a longer text,
+    before its tokens are counted, which takes seconds for 4 MB."""
     if not tokenizer.chat_template:
+        _check_chars(sum(len(message["content"]) for message in messages), max_chars)
         return join_messages(tokenizer, messages)
     marked = _render_marked(tokenizer, messages, variables)
-    return unquoted(marked), encoded(tokenizer, marked)
+    text = unquoted(marked)
+    _check_chars(len(text), max_chars)
+    return text, encoded(tokenizer, marked)
+
+
+class TooLongError(UserError):
+    """A prompt with more characters than its tokens may have."""
+
+
+def _check_chars(num_chars: int, max_chars: int | None) -> None:
+    if max_chars is not None and num_chars > max_chars:
+        raise TooLongError(f"the prompt has {num_chars:,} characters; the limit is {max_chars:,}")
 
 
 def _render_marked(

@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from qerl.errors import UserError, require
-from qerl.serve.app import AccessCheck
+from qerl.errors import RunError, UserError, require
+from qerl.serve.app import AccessCheck, no_response
 from qerl.serve.fields import ApiError
 from qerl.serve.gate import Gate
 from qerl.serve.metrics import ServerMetrics
@@ -68,15 +68,18 @@ def make_app(
                 await _check_access(request, access, digest)
             try:
                 return await answer(request)
-            except (UserError, WireError) as error:
-                status = {NotFoundError: 404, GoneError: 410, FullError: 429}.get(type(error), 400)
+            except (UserError, RunError, WireError) as error:
+                known = {NotFoundError: 404, GoneError: 410, FullError: 429, RunError: 500}
+                status = known.get(type(error), 400)
                 return JSONResponse({"detail": str(error)}, status)
-            except ClientDisconnect:
-                return Response(status_code=400)  # nobody reads it
 
         return Route(f"/api/v1/{path}", endpoint, methods=list(methods or ["POST"]))
 
-    handlers: dict[Any, Any] = {HTTPException: _error_response}
+    handlers: dict[Any, Any] = {
+        HTTPException: _error_response,
+        ClientDisconnect: no_response,
+        Exception: _failure_response,
+    }
     app = Starlette(
         lifespan=lifespan,
         routes=[
@@ -108,6 +111,11 @@ async def _check_access(request: Request, access: AccessCheck, digest: bytes | N
 
 async def _error_response(request: Request, error: HTTPException) -> Response:
     return JSONResponse({"detail": error.detail}, error.status_code)
+
+
+async def _failure_response(request: Request, error: Exception) -> Response:
+    """Answer where a route failed; uvicorn logs the traceback."""
+    return JSONResponse({"detail": "the request failed; see the server's log"}, 500)
 
 
 class TinkerRoutes:
@@ -221,7 +229,7 @@ class TinkerRoutes:
         return _promise(service.submit(model, None, work))
 
     async def forward_backward(self, request: Request) -> Response:
-        body = read_pass_request(await self._content(request))
+        body = await asyncio.to_thread(read_pass_request, await self._content(request))
         model, passes = self._service.model(body.model_id), self._service.passes
 
         def work() -> Result:
@@ -344,9 +352,6 @@ class TinkerRoutes:
             spec, tensors, _ = await asyncio.to_thread(service.stored, body.model_path)
             metadata = service.checkpoints.info(body.model_path).get("run_metadata")
             rank = spec.rank
-            require(
-                rank <= service.slot.max_rank, f"the adapter's rank {rank} is above the server's --max-rank"
-            )
             snapshot = await asyncio.to_thread(service.snapshots.add, tensors)
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}:{secrets.token_hex(3)}"
         about = body.session_id, body.model_path, snapshot, rank
@@ -413,6 +418,8 @@ class TinkerRoutes:
         error = finished.exception()
         if isinstance(error, UserError):
             return JSONResponse({"error": str(error), "category": "user"})
+        if isinstance(error, RunError):
+            return JSONResponse({"error": str(error), "category": "server"})
         if error is not None:
             return JSONResponse({"error": "the request failed; see the server's log", "category": "server"})
         result = finished.result()

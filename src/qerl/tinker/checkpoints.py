@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qerl.errors import UserError, require
+from qerl.errors import RunError, UserError, require
 from qerl.models import hf_writer
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.tracking.atomic_file import read_object
@@ -62,22 +62,23 @@ class Checkpoints:
         encrypt: replaces a file by its encrypted form."""
         path = f"tinker://{run}/{kind}/{name}"
         place, now = self._place(path), datetime.datetime.now(datetime.UTC)
-        if place.exists():
-            require(overwrite, f"{path} exists: choose another name, or set overwrite")
-            shutil.rmtree(place)
+        require(overwrite or not place.exists(), f"{path} exists: choose another name, or set overwrite")
         times = {"time": now.isoformat(), "expires_at": _expiry(ttl_s)}
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with hf_writer.atomic_folder(place) as folder:
-            save_file(
-                {name: t.contiguous() for name, t in tensors.items()}, folder / ADAPTER, {"format": "pt"}
-            )
-            hf_writer.write_json(folder / ADAPTER_CONFIG, dict(description))
-            if moments is not None:
-                save_file({name: t.contiguous() for name, t in moments.items()}, folder / _OPTIMIZER)
-            if encrypt is not None:
-                for file in list(folder.iterdir()):
-                    encrypt(file)
-            hf_writer.write_json(folder / _INFO, {**info, **times})
+        try:
+            with hf_writer.atomic_folder(place, overwrite=overwrite) as folder:
+                save_file(
+                    {name: t.contiguous() for name, t in tensors.items()}, folder / ADAPTER, {"format": "pt"}
+                )
+                hf_writer.write_json(folder / ADAPTER_CONFIG, dict(description))
+                if moments is not None:
+                    save_file({name: t.contiguous() for name, t in moments.items()}, folder / _OPTIMIZER)
+                if encrypt is not None:
+                    for file in list(folder.iterdir()):
+                        encrypt(file)
+                hf_writer.write_json(folder / _INFO, {**info, **times})
+        except (RunError, UserError) as error:
+            reason = getattr(error.__cause__, "strerror", None) or error
+            raise RunError(f"{path}: cannot be written: {reason}") from error
         return path
 
     def load(self, path: str) -> SavedAdapter:
@@ -113,7 +114,11 @@ class Checkpoints:
         result = []
         pattern = f"{run if run is not None and _NAME.fullmatch(run) else '*'}/*/*/{_INFO}"
         for file in self._folder.glob(pattern) if run is None or _NAME.fullmatch(run) else ():
-            place, info = file.parent, self._info(file.parent)
+            place = file.parent
+            try:
+                info = self._info(place)
+            except UserError:  # it is damaged: an error where it is loaded
+                continue
             run_name, kind, name = place.parts[-3:]
             if info is None or kind not in KINDS or name.startswith("."):
                 continue
@@ -130,7 +135,10 @@ class Checkpoints:
 
     def delete(self, path: str) -> None:
         self.info(path)
-        shutil.rmtree(self._place(path))
+        try:
+            shutil.rmtree(self._place(path))
+        except OSError as error:
+            raise RunError(f"{path}: cannot be deleted: {error.strerror}") from error
 
     def _place(self, path: str) -> Path:
         parts = path.removeprefix("tinker://").split("/")
@@ -146,10 +154,11 @@ class Checkpoints:
         if not (place / _INFO).exists():
             return None
         info = read_object(place / _INFO)
-        expires = info.get("expires_at")
-        if expires is not None and datetime.datetime.fromisoformat(expires) < datetime.datetime.now(
-            datetime.UTC
-        ):
+        try:
+            expires = _checked(info)
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{place / _INFO}: is damaged; restore it or remove the checkpoint") from None
+        if expires is not None and expires < datetime.datetime.now(datetime.UTC):
             shutil.rmtree(place, ignore_errors=True)
             return None
         return info
@@ -183,3 +192,18 @@ def encryption(recipients: list[str] | None) -> Callable[[Path], None] | None:
 def _expiry(ttl_s: int | None) -> str | None:
     now = datetime.datetime.now(datetime.UTC)
     return None if ttl_s is None else (now + datetime.timedelta(seconds=ttl_s)).isoformat()
+
+
+def _checked(info: Mapping[str, Any]) -> datetime.datetime | None:
+    """Return when the checkpoint expires, None: never; raise KeyError, TypeError or ValueError for fields
+    that no server writes."""
+    numbers, texts = [info["rank"], info["seed"]], [info["base_model"], info["time"]]
+    flags = [info["train_mlp"], info["train_attn"]]
+    is_whole = all(type(each) is int and each >= 0 for each in numbers)
+    if not is_whole or not all(isinstance(each, str) for each in texts) or not set(flags) <= {True, False}:
+        raise ValueError("fields")
+    expires = info["expires_at"]
+    time = None if expires is None else datetime.datetime.fromisoformat(expires)
+    if time is not None and time.tzinfo is None:
+        raise ValueError("a time without a zone")
+    return time

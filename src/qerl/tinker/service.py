@@ -166,8 +166,9 @@ class Service:
     def sampler(self, sampler_id: str) -> ServedSampler:
         if sampler_id not in self.samplers:
             raise NotFoundError(f"there is no sampler {sampler_id[:80]}: its session has ended")
-        self.session(self.samplers[sampler_id].session_id)
-        return self.samplers[sampler_id]
+        sampler = self.samplers[sampler_id]
+        self.session(sampler.session_id)
+        return sampler
 
     def check_base(self, base_model: str | None) -> None:
         known = base_model is None or base_model in self.names
@@ -183,7 +184,7 @@ class Service:
         """Enter a training client, which `make` then makes in the worker; return the request's id."""
         session, model_id = self.session(session_id), f"{session_id}:train:{seq}"
         request_id = f"{model_id}:0"
-        if request_id in self.requests:
+        if model_id in self.models:
             return request_id
         limit = self.options.max_adapters
         require(
@@ -343,7 +344,10 @@ class Service:
         """Return a checkpoint's adapter, its masters under the decoder's names, and its moments."""
         saved = self.checkpoints.load(path)
         fields = {field.name: saved.info[field.name] for field in dataclasses.fields(AdapterSpec)}
-        spec = AdapterSpec(**fields)
+        spec, limit = AdapterSpec(**fields), self.slot.max_rank
+        require(
+            spec.rank <= limit, f"the adapter's rank {spec.rank} is above {limit}, the server's --max-rank"
+        )
         self.check_base(saved.info["base_model"])
         names = TrainedAdapter(self.slot.decoder, spec).parameters
         return spec, decoder_tensors(self.slot.decoder.architecture, saved.tensors, names), saved.moments

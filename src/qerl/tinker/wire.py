@@ -21,6 +21,8 @@ _FLOAT32, _INT64 = 1, 2
 _DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), 3: np.dtype("<i4")}
 _NO_LOGPROB = -99999.0  # of a place without a token in a table of the most likely ones
 _STOP_REASONS = {"stop": 0, "length": 1}
+_MAX_DATA = 10_000  # sequences of a request; the client sends at most 1,024
+_MAX_FIELDS = 1_000_000  # a second's work: 16 MB may be 8 million
 
 
 class WireError(ValueError):
@@ -64,21 +66,24 @@ def read_pass_request(body: bytes) -> PassRequest:
     strings, seq_id, is_forward_only = {1: "", 4: ""}, 0, False
     data: list[Datum] = []
     config: dict[str, float | str] = {}
-    for number, value in _fields(body):
+    budget = _Budget(_MAX_FIELDS)
+    for number, value in _fields(body, budget):
         if number in strings:
             strings[number] = _text(value)
         elif number == 2:
             seq_id = _int(value)
         elif number == 3:
-            data.append(_datum(_bytes(value), len(data)))
+            if len(data) == _MAX_DATA:
+                raise WireError(f"the body has more than {_MAX_DATA} sequences")
+            data.append(_datum(_bytes(value), len(data), budget))
         elif number == 5:
-            key, each = _entry(value)
+            key, each = _entry(value, budget)
             config.setdefault(key, _double(each))
         elif number == 6:
             is_forward_only = bool(_int(value))
         elif number == 7:
-            key, each = _entry(value)
-            config[key] = _config_value(each)
+            key, each = _entry(value, budget)
+            config[key] = _config_value(each, budget)
     return PassRequest(
         model_id=strings[1],
         seq_id=seq_id,
@@ -146,31 +151,32 @@ def _top_table(top_T: Sequence[Sequence[tuple[int, float]]], num_top: int) -> by
     return table + _field(3, num_top) + _field(4, len(top_T))
 
 
-def _datum(message: bytes, index: int) -> Datum:
+def _datum(message: bytes, index: int, budget: "_Budget") -> Datum:
     chunks: list[np.ndarray] = []
     inputs: dict[str, np.ndarray] = {}
-    for number, value in _fields(message):
+    for number, value in _fields(message, budget):
         if number == 1:
-            chunks.append(_chunk(_bytes(value), index))
+            chunks.append(_chunk(_bytes(value), index, budget))
         elif number == 2:
-            name, each = _entry(value)
-            inputs[name] = _tensor(_bytes(each), f"data[{index}].loss_fn_inputs[{name[:50]!r}]")
+            name, each = _entry(value, budget)
+            place = f"data[{index}].loss_fn_inputs[{name[:50]!r}]"
+            inputs[name] = _tensor(_bytes(each), place, budget)
     return Datum(np.concatenate([*chunks, np.empty(0, "<i4")]).astype(np.int64), inputs)
 
 
-def _chunk(message: bytes, index: int) -> np.ndarray:
-    for number, value in _fields(message):
+def _chunk(message: bytes, index: int, budget: "_Budget") -> np.ndarray:
+    for number, value in _fields(message, budget):
         if number != 1:
             raise WireError(f"data[{index}].model_input: only text is supported, got an image or audio")
-        for inner, tokens in _fields(_bytes(value)):
+        for inner, tokens in _fields(_bytes(value), budget):
             if inner == 1:
                 return _array(_bytes(tokens), np.dtype("<i4"), f"data[{index}].model_input")
     return np.empty(0, "<i4")
 
 
-def _tensor(message: bytes, place: str) -> np.ndarray:
+def _tensor(message: bytes, place: str, budget: "_Budget") -> np.ndarray:
     dense, dtype, shape = b"", 0, list[int]()
-    for number, value in _fields(message):
+    for number, value in _fields(message, budget):
         if number == 1:
             dense = _bytes(value)
         elif number == 2:
@@ -178,7 +184,7 @@ def _tensor(message: bytes, place: str) -> np.ndarray:
         elif number == 3:
             dtype = _int(value)
         elif number == 4:
-            shape += list(_varints(value)) if isinstance(value, bytes) else [_int(value)]
+            shape += list(itertools.islice(_varints(value), 3)) if isinstance(value, bytes) else [_int(value)]
     if dtype not in _DTYPES:
         raise WireError(f"{place}: must be float32 or int64")
     array = _array(dense, _DTYPES[dtype], place)
@@ -199,9 +205,22 @@ _Value = int | bytes
 """A varint; or the bytes of a field of any other kind."""
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, _Value]]:
+@dataclasses.dataclass(slots=True)
+class _Budget:
+    """Counts the fields that a body may still have."""
+
+    num_fields: int
+
+    def take(self) -> None:
+        self.num_fields -= 1
+        if self.num_fields < 0:
+            raise WireError(f"the body has more than {_MAX_FIELDS} fields")
+
+
+def _fields(message: bytes, budget: _Budget) -> Iterator[tuple[int, _Value]]:
     at = 0
     while at < len(message):
+        budget.take()
         tag, at = _varint(message, at)
         number, kind = tag >> 3, tag & 7
         if kind == _VARINT:
@@ -239,10 +258,10 @@ def _varints(content: bytes) -> Iterator[int]:
         yield value
 
 
-def _entry(value: _Value) -> tuple[str, _Value]:
+def _entry(value: _Value, budget: _Budget) -> tuple[str, _Value]:
     """Return the key and the value of an entry of a map."""
     key, inner = "", b""
-    for number, each in _fields(_bytes(value)):
+    for number, each in _fields(_bytes(value), budget):
         if number == 1:
             key = _text(each)
         elif number == 2:
@@ -250,8 +269,8 @@ def _entry(value: _Value) -> tuple[str, _Value]:
     return key, inner
 
 
-def _config_value(value: _Value) -> float | str:
-    for number, each in _fields(_bytes(value)):
+def _config_value(value: _Value, budget: _Budget) -> float | str:
+    for number, each in _fields(_bytes(value), budget):
         return _double(each) if number == 1 else _text(each)
     return 0.0
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 
 _logger = logging.getLogger("uvicorn.error")
 _SHUTDOWN_TIMEOUT_S = 10.0
@@ -140,7 +140,9 @@ class DeviceWorker:
             try:
                 lane.run(turn)
             except Exception as error:  # of these jobs; the others go on
-                if not isinstance(error, UserError):
+                if isinstance(error, RunError):
+                    _logger.error("%s", error)
+                elif not isinstance(error, UserError):
                     _logger.error("a request failed", exc_info=error)
                 for job in turn.jobs:
                     job.fail(error)

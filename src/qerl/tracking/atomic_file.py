@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ def encode(value: Any, *, indent: int | None = None) -> bytes:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace the file; after a crash it has the old content or the new, never a part of it."""
+    """Replace the file; after a crash it has the old content or the new, never a part of it. What killed
+    processes left of it is removed."""
     # another process may be writing the same file
     part = path.with_name(f"{short_name(path)}.{os.getpid()}.part")
+    _remove_parts(path, except_of=part)
     try:
         write_synced(part, content)
         os.replace(part, path)
@@ -51,9 +54,33 @@ def short_name(path: Path) -> str:
     return os.fsencode(path.name)[:200].decode(errors="ignore")
 
 
+def _remove_parts(path: Path, *, except_of: Path) -> None:
+    """Remove the parts whose processes have ended, here and on other machines that share the disk."""
+    named = re.compile(rf"{re.escape(short_name(path))}\.(\d+)\.part")
+    with suppress(OSError):
+        for name in os.listdir(path.parent):
+            part, match = path.with_name(name), named.fullmatch(name)
+            if match and part != except_of and not _is_running(int(match[1])):
+                with suppress(OSError), open(part, "ab") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    part.unlink()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def write_synced(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file of these parts and flush its content to the disk."""
+    """Write a file of these parts and flush its content to the disk; it is locked meanwhile."""
     with open(path, "wb") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for part in parts:
             file.write(part)
         file.flush()

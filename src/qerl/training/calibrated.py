@@ -24,13 +24,14 @@ from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.source import Checkpoint, layout_of, locate
+from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.checkpoint.tokenizer import stop_token_ids
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import write_packed
-from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups
-from qerl.models.quantize.gptq import DAMPING, SWEEPS, requantize
+from qerl.models.quantize.calibration import calibration_tokens, pack_groups
+from qerl.models.quantize.gptq import FLOAT_DAMPING, SWEEPS, requantize
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import Task
 from qerl.training import calibration_cache
@@ -88,9 +89,10 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     if layout_of(source.open()) is not None:
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
     tokenizer, task = load_task(config)
-    prompts = calibration_cache.calibration_prompts(config, task, _MAX_CALLS)
-    settings = {"tokens": CALIBRATION_TOKENS, "samples": NUM_SAMPLES, "max_sample_tokens": MAX_SAMPLE_TOKENS}
-    settings |= {"damping": DAMPING, "sweeps": SWEEPS}
+    max_tokens = _max_tokens(config.model)
+    prompts = calibration_cache.calibration_prompts(config, task, _MAX_CALLS, max_tokens)
+    settings = {"tokens": max_tokens, "samples": NUM_SAMPLES, "max_sample_tokens": MAX_SAMPLE_TOKENS}
+    settings |= {"damping": FLOAT_DAMPING, "sweeps": SWEEPS}
     key = calibration_cache.calibration_key(config, source, prompts, settings)
     if (note := calibration_cache.take(key, base, model.path, notice)) is not None:
         notice(f"{name}: cached by a run with the same settings, where it took {note['seconds']:.0f} s")
@@ -114,10 +116,16 @@ def _calibrate(
     sampler = _float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
     groups = _sampled(config, sampler, tokenizer, task)
     sampled = time.perf_counter()
-    rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=torch.device(model.device))
+    rows = pack_groups(groups, max_tokens=_max_tokens(model), device=torch.device(model.device))
     loaded = _LoadedLinears(checkpoint, sampler)
     decoder = _float_decoder(loaded, torch.float32, model.device, resident=False)
-    requantize(decoder, rows, notice=_progress(name, notice), select_scales=SCALES[model.scales])
+    requantize(
+        decoder,
+        rows,
+        notice=_progress(name, notice),
+        select_scales=SCALES[model.scales],
+        damping=FLOAT_DAMPING,
+    )
     end = time.perf_counter()
     seconds = f"sampled in {sampled - begin:.1f} s, quantized in {end - sampled:.1f} s"
     notice(f"{name}: {len(rows.tokens_T):,} tokens {seconds}")
@@ -127,6 +135,10 @@ def _calibrate(
     notice(line)
     note = {"model": model.path, "calibrate": "gptq", "seconds": end - begin, "line": line}
     write_packed(decoder, source, base, notes={NOTE: note})
+
+
+def _max_tokens(model: ModelConfig) -> int:
+    return calibration_tokens(architecture_of(locate(model.path).open()), torch.device(model.device))
 
 
 def _progress(name: str, notice: Callable[[str], None]) -> Callable[[str], None]:
@@ -145,15 +157,15 @@ def _progress(name: str, notice: Callable[[str], None]) -> Callable[[str], None]
 def _sampled(
     config: RunConfig, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, task: Task
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """Return prompts, each with samples of the float model: CALIBRATION_TOKENS if the task has as many."""
+    """Return prompts, each with samples of the float model: `calibration_tokens` if the task has as many."""
     stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
     engine = PagedEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
     max_tokens = min(config.sample.max_tokens, MAX_SAMPLE_TOKENS)
     sampling = dataclasses.replace(sampling_of(config), max_tokens=max_tokens)
     samples_by_prompt: dict[int, tuple[list[int], list[list[int]]]] = {}
-    num_tokens = 0
+    num_tokens, max_tokens_in_all = 0, _max_tokens(config.model)
     for prompts_P in calibration_cache.new_prompts(config, task, _MAX_CALLS):
-        if num_tokens >= CALIBRATION_TOKENS:
+        if num_tokens >= max_tokens_in_all:
             break
         request = GenerateRequest(
             prompts_P, num_samples=NUM_SAMPLES, sampling=sampling, seed=config.seed, step=EVALUATION_STEP

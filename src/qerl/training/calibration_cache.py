@@ -20,14 +20,13 @@ from qerl.config.cache import cache_folder
 from qerl.errors import RunError, UserError
 from qerl.models import hf_writer
 from qerl.models.checkpoint.source import ModelSource
-from qerl.models.quantize.calibration import CALIBRATION_TOKENS
 from qerl.tasks import Task
 from qerl.tasks.sources import file_digest
 from qerl.tracking.atomic_file import encode, make_folder, read_object, write_atomic
 from qerl.types import Prompt
 
 NOTE = "qerl_calibrated.json"
-METHOD = 1
+METHOD = 2
 """Raise it when the same inputs give other codes."""
 _WITHOUT_EFFECT = "path", "backend", "calibrate", "sampler_format", "head_format", "operand"
 """Fields of ModelConfig that do not change the calibrated checkpoint."""
@@ -44,14 +43,16 @@ def calibration_key(
     return hashlib.sha256(encode(parts)).hexdigest()
 
 
-def calibration_prompts(config: RunConfig, task: Task, num_calls: int) -> Iterator[list[int]]:
+def calibration_prompts(
+    config: RunConfig, task: Task, num_calls: int, max_tokens: int
+) -> Iterator[list[int]]:
     """Yield the tokens of each prompt that calibration may sample: until they alone have
-    CALIBRATION_TOKENS."""
+    max_tokens."""
     num_tokens = 0
     for prompts in new_prompts(config, task, num_calls):
         yield from (prompt.tokens_T for prompt in prompts)
         num_tokens += sum(len(prompt.tokens_T) for prompt in prompts)
-        if num_tokens >= CALIBRATION_TOKENS:
+        if num_tokens >= max_tokens:
             return
 
 

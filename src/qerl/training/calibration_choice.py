@@ -1,6 +1,6 @@
 """Decide whether `model.calibrate auto` calibrates: where it takes less time than the first evaluation would.
 
-    calibration   sample CALIBRATION_TOKENS of the float model, then round: sum over linears of N K^2 steps
+    calibration   sample `calibration_tokens` of the float model, then round: sum over linears of N K^2 steps
     evaluation    two samples of each held-out problem, one of them greedy
 
 Both are estimated from the model's size, the numbers of samples and rates that are measured on this machine,
@@ -24,8 +24,8 @@ from qerl.models.checkpoint.source import layout_of, locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.device import COMPUTE
 from qerl.models.layer_spec import counted_specs
-from qerl.models.quantize.calibration import CALIBRATION_TOKENS
-from qerl.models.quantize.gptq import DAMPING, SWEEPS
+from qerl.models.quantize.calibration import calibration_tokens
+from qerl.models.quantize.gptq import FLOAT_DAMPING, SWEEPS
 from qerl.models.quantize.rounding import add_damping, round_to_grid
 from qerl.models.transformers_backend.backend import backend_of
 from qerl.tracking.atomic_file import encode, write_atomic
@@ -84,9 +84,10 @@ def estimates(a: Architecture, config: RunConfig, rates: Rates, max_samples: int
     inputs += max(num_weights - dense, 0) * a.width  # experts
     length = max(config.sample.max_tokens / 2, 1)
     step_s = rates.product_s * (num_weights + a.vocab_size * a.width)
-    calls = math.ceil(CALIBRATION_TOKENS / (config.num_prompts * max_samples * length))
+    num_tokens = calibration_tokens(a, torch.device(config.model.device))
+    calls = math.ceil(num_tokens / (config.num_prompts * max_samples * length))
     sampling_s = calls * length * step_s
-    quantizing_s = 2 * CALIBRATION_TOKENS * num_weights * rates.fp32_s + inputs * rates.rounding_s
+    quantizing_s = 2 * num_tokens * num_weights * rates.fp32_s + inputs * rates.rounding_s
     waves = math.ceil(config.evaluate.num_prompts / _running(config))
     return sampling_s + quantizing_s, 2 * waves * length * step_s
 
@@ -97,7 +98,7 @@ def measure(device: torch.device, compute: torch.dtype, rows: int) -> Rates:
     generator = torch.Generator(device).manual_seed(0)
     weight_NK = torch.randn(width, width, device=device, generator=generator)
     x_SK = torch.randn(rows, width, device=device, generator=generator)
-    h_KK = add_damping(x_SK.T @ x_SK, DAMPING)
+    h_KK = add_damping(x_SK.T @ x_SK, FLOAT_DAMPING)
     steps_NK = torch.full_like(weight_NK, 0.5)
     w_NK, x_TK = weight_NK.to(compute), x_SK.to(compute)
     return Rates(

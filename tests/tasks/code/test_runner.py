@@ -154,7 +154,7 @@ while time.monotonic() < end:
 print(folder, time.monotonic())
 """
     folder, ended = (printed(makes, limits=dataclasses.replace(LONG, output_bytes=10_000)) or "").split()
-    assert time.monotonic() - float(ended) < 0.7  # to remove the folders took about as long as to make them
+    assert time.monotonic() - float(ended) < 1.5  # to remove the folders took 2 s, as long as to make them
     assert is_gone(folder)
 
 

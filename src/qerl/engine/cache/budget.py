@@ -12,9 +12,8 @@ allocated between two calls; they then get 60 % and leave the rest to learning.
 import torch
 
 from qerl.config import EngineConfig
-from qerl.cost.activations import expert_pass_bytes
-from qerl.cost.prefill import batched_tokens
-from qerl.kernels.runtime.gpu_memory import allowed_bytes
+from qerl.cost.prefill import batched_tokens, prefill_row_bytes
+from qerl.kernels.runtime.gpu_memory import allowed_bytes, memory_bytes
 from qerl.kernels.runtime.virtual_memory import can_give_back
 from qerl.models.decoder import Decoder
 
@@ -57,9 +56,5 @@ def working_bytes(config: EngineConfig, decoder: Decoder) -> float:
     """Estimate the memory of a prefill: a layer's activations, also recurrent ones and those of experts, its
     largest unpacked weight, 64 rows of logits, and the unused part of torch's latest block."""
     a = decoder.architecture
-    heads = max((a.num_heads + 2 * kv.num) * kv.size for kv in a.each_kv_heads)
-    row = 2 * (4 * a.ff_width + 10 * a.width + 2 * heads)
-    row += 0 if a.delta is None else a.delta.working_bytes
-    row += expert_pass_bytes(a, 2)
-    rows = batched_tokens(config, a, on_gpu=decoder.device.type != "cpu")
-    return rows * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES
+    rows = batched_tokens(config, a, memory_bytes(decoder.device))
+    return rows * prefill_row_bytes(a) + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES

@@ -33,6 +33,11 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if is_cuda else x.to(device)
 
 
+def memory_bytes(device: torch.device) -> float:
+    """Return the bytes of the GPU that torch may use in this process; 0 on a CPU."""
+    return allowed_bytes(device) if device.type == "cuda" and torch.cuda.is_available() else 0.0
+
+
 def allowed_bytes(device: torch.device) -> float:
     """Return the bytes of the device that torch may use in this process."""
     device = numbered(device)

@@ -186,7 +186,7 @@ def memory_parts(
     form, learn, rows = form_of(config), config.learn, rows or microbatch_rows(config, prompt_tokens)
     n = num_trained_weights(a, config.adapter)
     step_tokens = config.num_prompts * (prompt_tokens + config.num_generations * config.sample.max_tokens)
-    prefill_rows = min(batched_tokens(config.engine, a, on_gpu=config.model.device != "cpu"), step_tokens)
+    prefill_rows = min(batched_tokens(config.engine, a), step_tokens)
     # The head's rows are freed before the layers' backward passes begin; the saved inputs stay all along.
     saved = kept_bytes(a, form, learn, rows)
     layers = layer_bytes(a, form, learn, rows) + unpacked_bytes(a, form, learn)

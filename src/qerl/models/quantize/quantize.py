@@ -25,8 +25,8 @@ from qerl.models.layer_spec import check_dense
 from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import write_packed, write_quantized
 from qerl.models.quantize.awq import ScaledCheckpoint, awq, collect_inputs
-from qerl.models.quantize.calibration import CALIBRATION_TOKENS, pack_groups, read_calibration
-from qerl.models.quantize.gptq import requantize
+from qerl.models.quantize.calibration import calibration_tokens, pack_groups, read_calibration
+from qerl.models.quantize.gptq import FLOAT_DAMPING, requantize
 from qerl.models.quantize.kept_linears import (
     budget_share,
     describe,
@@ -89,15 +89,16 @@ def _write_gptq(options: QuantizeOptions) -> None:
     if layout_of(checkpoint) is not None:
         raise UserError(f"{options.model}: is quantized already")
     assert options.data is not None
+    max_tokens = calibration_tokens(architecture_of(checkpoint), device)
     if options.data.suffix == ".jsonl":
         tokenizer = load_tokenizer(options.model)
-        rows = read_calibration(options.data, tokenizer, max_tokens=CALIBRATION_TOKENS, device=device)
+        rows = read_calibration(options.data, tokenizer, max_tokens=max_tokens, device=device)
     else:
         groups = [(tokens, []) for tokens in _sequences(options)]
-        rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=device)
+        rows = pack_groups(groups, max_tokens=max_tokens, device=device)
     decoder = build_decoder(checkpoint, format="bf16", compute=torch.float32, device=device, resident=False)
     notice = partial(print, "gptq:", file=sys.stderr)
-    requantize(decoder, rows, notice=notice, select_scales=SCALES[options.scales])
+    requantize(decoder, rows, notice=notice, select_scales=SCALES[options.scales], damping=FLOAT_DAMPING)
     write_packed(decoder, source, options.out)
 
 

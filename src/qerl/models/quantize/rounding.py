@@ -58,10 +58,11 @@ def round_to_grid(weight_NK: Tensor, steps_NK: Tensor, h_KK: Tensor, *, sweeps: 
 def _gptq_feedback(h_KK: Tensor) -> Tensor:
     """Return -U of H = U D U^T: the Cholesky factor of H in reverse order, its columns over its diagonal. An
     H that rounding has made indefinite gets ten times the damping, up to its own mean diagonal."""
-    for exponent in range(_DAMPINGS):
-        lower_KK, failed = torch.linalg.cholesky_ex(h_KK.flip(0, 1))
+    lower_KK, failed = torch.linalg.cholesky_ex(h_KK.flip(0, 1))
+    for exponent in range(1 - _DAMPINGS, 1):
         if not failed:
             break
-        h_KK = add_damping(h_KK.clone(), 10.0 ** (exponent + 1 - _DAMPINGS))
+        h_KK = add_damping(h_KK.clone(), 10.0**exponent)
+        lower_KK, failed = torch.linalg.cholesky_ex(h_KK.flip(0, 1))
     upper_KK = lower_KK.flip(0, 1)
     return (upper_KK / -upper_KK.diagonal()).float().contiguous()

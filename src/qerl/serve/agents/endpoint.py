@@ -33,7 +33,8 @@ from qerl.types import Sampling
 
 MODEL_NAME = "policy"
 _PREFIX = "/episodes/"
-_NUM_OTHER_CONNECTIONS = 256  # beyond one per episode: clients keep several
+_MAX_REQUESTS = 64  # of one episode at the same time
+_NUM_OTHER_CONNECTIONS = 256  # beyond those of requests: clients keep several
 _START_TIMEOUT_S = 60.0
 
 
@@ -46,8 +47,8 @@ class Endpoint:
             max_body_bytes=config.max_body_bytes,
             max_prompt_tokens=model.max_positions - 1,
             max_tokens=model.max_positions,  # more than the longest answer is cut, not refused
-            max_waiting=64 * max_episodes,
-            max_connections=4 * max_episodes + _NUM_OTHER_CONNECTIONS,
+            max_waiting=_MAX_REQUESTS * max_episodes,
+            max_connections=_MAX_REQUESTS * max_episodes + _NUM_OTHER_CONNECTIONS,
             keep_alive_timeout_s=config.episode_timeout_s,
         )
         self._parser = RequestParser(model=model, options=options, name=MODEL_NAME)
@@ -136,6 +137,11 @@ class Endpoint:
         if not has_key(request, hashlib.sha256(key.encode()).digest()):
             raise ApiError(401, f"this is not the key of episode {number}", code="invalid_api_key")
         assert episode is not None
+        episode.num_requests += 1
+        request.scope["opened"] = episode
+        if episode.num_requests > _MAX_REQUESTS:
+            raise ApiError(429, f"the episode has {_MAX_REQUESTS} requests running: wait for their answers")
+        request.state.turn = episode.turn
         request.state.parser = EpisodeParser(
             model=self._model,
             options=self._parser.options,
@@ -148,7 +154,8 @@ class Endpoint:
 
 
 class EpisodePath:
-    """ASGI middleware: /episodes/7/v1/models -> /v1/models of episode 7."""
+    """ASGI middleware: /episodes/7/v1/models -> /v1/models of episode 7, which has one request more until the
+    response has ended."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -160,4 +167,8 @@ class EpisodePath:
             if number.isascii() and number.isdecimal() and len(number) < 16:
                 scope = {**scope, "path": slash + rest, "raw_path": (slash + rest).encode()}
                 scope["episode"] = int(number)
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if (episode := scope.get("opened")) is not None:
+                episode.num_requests -= 1

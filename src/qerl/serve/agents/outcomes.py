@@ -10,9 +10,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from qerl.tasks.scoring import Failure
+from qerl.tasks.worker_process import OWN_ENDS
 
 MAX_METRICS = 32
 _MAX_LINE_BYTES = 4096
@@ -32,9 +34,11 @@ class OutcomePipe:
     """Made before the agents' process is forked, which writes; a thread of this process reads."""
 
     def __init__(self):
-        self._read_end, self._write_end = os.pipe()
+        read_end, self._write_end = os.pipe()
+        self._read_end = Connection(read_end, writable=False)
+        OWN_ENDS.add(self._read_end)
         self._changed = threading.Condition()
-        self._call, self._on_end = 0, lambda index: None
+        self._call, self._num, self._on_end = 0, 0, lambda index: None
         self.began_s: dict[int, float] = {}
         """The time at which each episode of this call began, by the monotonic clock."""
         self.ended_s: dict[int, float] = {}
@@ -50,11 +54,11 @@ class OutcomePipe:
         os.close(self._write_end)
         self._thread.join(_DRAIN_S)
 
-    def listen(self, call: int, on_end: Callable[[int], None]) -> None:
-        """Forget all episodes, and take only those of this call from now on. on_end gets the index of each
-        that ends."""
+    def listen(self, call: int, num: int, on_end: Callable[[int], None]) -> None:
+        """Forget all episodes, and take only the `num` of this call from now on. on_end gets the index of
+        each that ends."""
         with self._changed:
-            self._call, self._on_end = call, on_end
+            self._call, self._num, self._on_end = call, num, on_end
             self.began_s, self.ended_s, self.outcomes = {}, {}, {}
 
     def drain(self, num: int) -> None:
@@ -74,25 +78,41 @@ class OutcomePipe:
         os.write(self._write_end, line if len(line) <= _MAX_LINE_BYTES else _line([*values[:4], {}]))
 
     def _read(self) -> None:
-        with os.fdopen(self._read_end, "rb") as lines:
+        with self._read_end, open(self._read_end.fileno(), "rb", closefd=False) as lines:
             for line in lines:
-                try:
-                    call, index, *rest = json.loads(line)
-                except ValueError:  # the rest of a line whose writer was killed
+                if (event := _event(line)) is None:
                     continue
                 with self._changed:
-                    if call == self._call:
-                        self._take(index, rest)
+                    call, index, outcome = event
+                    if call == self._call and index in range(self._num):
+                        self._take(index, outcome)
                         self._changed.notify_all()
 
-    def _take(self, index: int, rest: list[Any]) -> None:
-        if not rest:
+    def _take(self, index: int, outcome: Outcome | None) -> None:
+        if outcome is None:
             self.began_s[index] = time.monotonic()
             return
-        reward, failure, metrics = rest
         self.ended_s[index] = time.monotonic()
-        self.outcomes[index] = Outcome(reward=reward, failure=failure and Failure(*failure), metrics=metrics)
+        self.outcomes[index] = outcome
         self._on_end(index)
+
+
+def _event(line: bytes) -> tuple[int, int, Outcome | None] | None:
+    """Return (call, index, its outcome if it has ended) of a line; None of one that is no event: the rest of
+    one whose writer was killed, or what an agent wrote there, which may be anything."""
+    try:
+        call, index, *rest = json.loads(line)
+        if not rest:
+            return int(call), int(index), None
+        reward, failure, metrics = rest
+        outcome = Outcome(
+            reward=None if reward is None else float(reward),
+            failure=failure and Failure(*map(str, failure)),
+            metrics={str(name): float(value) for name, value in metrics.items()},
+        )
+        return int(call), int(index), outcome
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
 
 
 def _line(values: list[Any]) -> bytes:

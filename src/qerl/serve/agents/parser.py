@@ -4,6 +4,7 @@ A request's temperature, top_p, top_k, min_p and seed are not used: the learner 
 trains, and the samples of a row must differ. Its max_tokens, stop strings, n, tools and formats are.
 """
 
+import asyncio
 import dataclasses
 import functools
 import hashlib
@@ -37,6 +38,10 @@ class OpenEpisode:
     sampling: Sampling
     is_over: bool = False
     running: set[PendingRequest] = dataclasses.field(default_factory=set)
+    num_requests: int = 0
+    """Requests whose response has not ended."""
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Locked while one of its requests is parsed: all episodes have one thread for it."""
 
     def check(self) -> None:
         """Raise ApiError if it is over."""
@@ -80,6 +85,7 @@ class EpisodeParser(RequestParser):
         return self._watched(self.record.call(request.prompts_P[0].tokens_T), request)
 
     def _count(self) -> None:
+        self.episode.check()
         if self.record.count_call() > self.max_calls:
             message = f"the episode has made its {self.max_calls} calls (agent.max_calls)"
             raise ApiError(400, message, code="too_many_calls")

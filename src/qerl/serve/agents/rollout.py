@@ -86,7 +86,8 @@ class AgentPool:
         pipe, self._num_rollouts = self._pipe, self._num_rollouts + 1
         with self._endpoint.opened(records, sampling) as episodes:
             endpoint = self._endpoint
-            pipe.listen(self._num_rollouts, lambda index: endpoint.close_episode(episodes[index]))
+            close = lambda index: endpoint.close_episode(episodes[index])  # noqa: E731
+            pipe.listen(self._num_rollouts, len(episodes), close)
             limit_s = self._config.step_timeout_s
             ends_s = None if limit_s is None else time.monotonic() + limit_s
             calls = [self._call(i, *each, ends_s) for i, each in enumerate(zip(episodes, rows, strict=True))]

@@ -4,8 +4,8 @@
     def agent(client, row) -> float | dict              in a thread of its own
 
 The function gets the arguments that it names. A coroutine that blocks the event loop for a minute is
-interrupted. A thread cannot be ended: if one is still running when its episode is over, the process is
-replaced before the next episodes.
+interrupted. A thread cannot be ended: if one is still running when all episodes are over, the process is
+replaced before the next ones.
 """
 
 import asyncio
@@ -13,9 +13,10 @@ import dataclasses
 import importlib
 import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,6 @@ class AgentWorker:
             deadline_s=config.episode_timeout_s,
             block_s=min(config.episode_timeout_s, _MAX_BLOCK_S),
         )
-        self._threads: ThreadPoolExecutor | None = None
         self._in_threads: set[AgentCall] = set()
 
     def play(self, calls: list[AgentCall]) -> bool:
@@ -67,8 +67,6 @@ class AgentWorker:
             hosts = os.environ.get(name, "").split(",")
             if _LOOPBACK not in hosts:
                 os.environ[name] = ",".join([*filter(None, hosts), _LOOPBACK])
-        if not self._is_async and self._threads is None:
-            self._threads = ThreadPoolExecutor(self._config.max_concurrent, "agent")
         name = name_of(self._function)
 
         def say(position: int, ended: Outcome | Failure) -> None:
@@ -79,7 +77,7 @@ class AgentWorker:
         if isinstance(ended, BaseException):
             for position in range(len(calls)):
                 say(position, failure_of(name, ended))
-        return bool(self._in_threads)
+        return bool(self._in_threads) or self._loop.has_busy_threads
 
     async def _episode(self, call: AgentCall) -> Outcome:
         late = InvalidReturn(
@@ -106,18 +104,29 @@ class AgentWorker:
             finally:
                 if (client := arguments.get("client")) is not None:
                     await client.close()
-        assert self._threads is not None
-        return await asyncio.wrap_future(self._threads.submit(self._in_thread, call, arguments))
+        ended = Future[Outcome]()  # a thread each: one that hangs takes no other episode's place
+        run = partial(self._in_thread, ended, call, arguments)
+        threading.Thread(target=run, name="agent", daemon=True).start()
+        return await asyncio.wrap_future(ended)
 
-    def _in_thread(self, call: AgentCall, arguments: dict[str, Any]) -> Outcome:
+    def _in_thread(self, ended: Future[Outcome], call: AgentCall, arguments: dict[str, Any]) -> None:
+        pid, _ = os.getpid(), ended.set_running_or_notify_cancel()
         self._in_threads.add(call)
         try:
             result = self._function(**arguments)
-            return checked_outcome(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
-        finally:
-            self._in_threads.discard(call)
-            if (client := arguments.get("client")) is not None:
-                client.close()
+            result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
+            outcome: Outcome | BaseException = checked_outcome(result)
+        except BaseException as error:  # of the episode, which raises it
+            outcome = error
+        if os.getpid() != pid:
+            os._exit(0)  # a child that the function forked
+        self._in_threads.discard(call)
+        if (client := arguments.get("client")) is not None:
+            client.close()
+        if isinstance(outcome, Outcome):
+            ended.set_result(outcome)
+        else:
+            ended.set_exception(outcome)
 
     def _arguments(self, call: AgentCall) -> dict[str, Any]:
         names = agent_arguments(self._function)
