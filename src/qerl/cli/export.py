@@ -12,7 +12,7 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that its --max-lora-rank ta
 
 
 def run(arguments: list[str]) -> None:
-    options = parse_options(ExportOptions, arguments, "export", description=__doc__)
+    options = parse_options(ExportOptions, arguments, "export", help=__doc__)
     run_json = options.run / "run.json"
     if not run_json.is_file():
         near = "" if options.run.exists() else did_you_mean_folder(options.run)
