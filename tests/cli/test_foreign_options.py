@@ -11,7 +11,7 @@ from qerl.config import RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 
-SHORT = {"--model", "--task", "--reward", "--nproc-per-node"}
+SHORT = {"--model", "--task", "--reward", "--nproc-per-node", "--push-to-hub"}
 
 
 @pytest.mark.parametrize(

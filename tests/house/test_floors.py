@@ -43,7 +43,7 @@ SIZES = {  # lines of each package when it was last looked at
     "cost": 514,
     "engine": 5959,
     "eval": 463,
-    "export": 338,
+    "export": 425,
     "formats": 872,
     "kernels": 9194,
     "learner": 3314,
