@@ -150,6 +150,39 @@ def test_prompts_are_shown_without_template_tokens_and_raw_on_demand(report):
 
 
 @pytest.mark.parametrize(
+    ("prompts", "lines"),
+    [
+        (["1 + 1 = 2\n3 + 4 =", "1 + 1 = 2\n5 + 6 ="], ["3 + 4 =", "5 + 6 ="]),
+        (["How many?\n\nAnswer in tags.", "Why so?\n\nAnswer in tags."], ["How many?", "Why so?"]),
+        (
+            ["Solve this little problem: 3 x", "Solve this little problem: 4 y"],
+            ["\u2026 3 x", "\u2026 4 y"],
+        ),
+        (["What is 3?", "What is 4?"], ["What is 3?", "What is 4?"]),
+        (["One alone\nwith two lines"], ["One alone"]),
+        ([""], [""]),
+    ],
+)
+def test_a_prompt_is_listed_by_what_the_others_do_not_have(report, prompts, lines):
+    assert report.value(f"[...summaries({json.dumps(prompts)}).values()]") == lines
+
+
+def test_no_value_of_the_results_is_broken_however_short_the_names_of_runs_are(tab, tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_bytes(checked_line('{"step": 0, "reward": 1.0}'))
+        (tmp_path / name / "result.json").write_text('{"accuracy_after": 0.765625}')
+    write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+    tab.open((tmp_path / "page.html").as_uri())
+    for width in (420, 1280):
+        tab.resize(width, 900)
+        rows = "[...document.querySelectorAll('[data-part=results] td')].map((cell) => cell.offsetHeight)"
+        heights = tab.value(rows)
+        assert len(heights) == 2 and max(heights) < 30
+    tab.resize(1280, 900)
+
+
+@pytest.mark.parametrize(
     ("prompt", "expected"),
     [
         (

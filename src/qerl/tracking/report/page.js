@@ -2,7 +2,7 @@
 // Text of a run enters the page only through text nodes.
 let data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const MAX_LISTED = 300;
+const MAX_LISTED = 300, MIN_SHARED = 20;
 
 function element(name, properties = {}, children = []) {
   const node = Object.assign(document.createElement(name), properties);
@@ -265,10 +265,27 @@ function messages(prompt) {
   return found;
 }
 
-// Summarize a prompt by the last long line of its last message.
-function summary(prompt) {
-  const text = messages(prompt).pop()?.[1] ?? "", lines = text.split("\n").map((line) => line.trim());
-  return lines.filter((line) => line.length > 12).pop() ?? lines.join(" ");
+// Summarize each prompt by the line of its last message that the fewest other prompts have, without the words that all of
+// these lines begin with.
+function summaries(prompts) {
+  const linesOf = new Map(), counts = new Map();
+  for (const prompt of new Set(prompts)) {
+    const lines = (messages(prompt).pop()?.[1] ?? "").split("\n").map((line) => line.trim()).filter(Boolean);
+    linesOf.set(prompt, lines);
+    for (const line of new Set(lines)) counts.set(line, (counts.get(line) ?? 0) + 1);
+  }
+  const rarest = (lines) => lines.reduce((best, line) => counts.get(line) < counts.get(best) ? line : best, lines[0] ?? "");
+  const chosen = new Map([...linesOf].map(([prompt, lines]) => [prompt, rarest(lines)]));
+  const shared = sharedStart([...chosen.values()]);
+  return new Map([...chosen].map(([prompt, line]) => [prompt, shared > MIN_SHARED ? `\u2026 ${line.slice(shared)}` : line]));
+}
+
+// The length of the words that all lines begin with; 0 for a single line.
+function sharedStart(lines) {
+  if (new Set(lines).size < 2) return 0;
+  let length = 0;
+  while (lines.every((line) => length < line.length && line[length] === lines[0][length])) length++;
+  return lines[0].lastIndexOf(" ", length - 1) + 1;
 }
 
 function promptBox(prompt) {
@@ -325,7 +342,7 @@ function openGroup(group) {
   );
 }
 
-function groupRow(group) {
+function groupRow(group, line) {
   const chips = group.samples.map((sample) => {
     const chip = element("i", { className: "chip", title: formatNumber(sample.reward) });
     chip.style.background = rewardColor(sample.reward);
@@ -336,7 +353,7 @@ function groupRow(group) {
   const mean = rewards.length ? `, reward ${formatNumber(rewards.reduce((a, b) => a + b) / rewards.length, 2)}` : "";
   const label = `${fields.step.value === "" ? `step ${group.step + 1}, ` : ""}prompt ${group.prompt_index}${mean}`;
   const button = element("button", { type: "button" }, [
-    element("span", { className: "line", textContent: summary(group.prompt) }),
+    element("span", { className: "line", textContent: line }),
     element("span", { className: "line" }, [label, ...chips.slice(0, 16)]),
   ]);
   button.addEventListener("click", () => openGroup(group));
@@ -349,7 +366,8 @@ function listGroups() {
     && matchingSamples(group).length);
   const numSamples = found.reduce((sum, group) => sum + matchingSamples(group).length, 0);
   listed = found.slice(0, MAX_LISTED);
-  byId("groups").replaceChildren(...listed.map(groupRow));
+  const lines = summaries(listed.map((group) => group.prompt));
+  byId("groups").replaceChildren(...listed.map((group) => groupRow(group, lines.get(group.prompt))));
   const more = found.length > listed.length ? `, showing the first ${listed.length}` : "";
   byId("count").textContent = `${found.length} prompts, ${numSamples} samples${more}`;
   // Prefer a prompt whose samples have different rewards.

@@ -46,9 +46,11 @@ def contents(
 
     The data are the charts in the page's order, and the runs, each with its `samples`.
     """
-    charts, chart_data = section.charts(runs, [*section.CHARTS, *section.pass_at_charts(runs)])
+    main, constant = section.by_change(runs, [*section.CHARTS, *section.pass_at_charts(runs)])
+    changing, rest = section.by_change(runs, section.other_metrics(runs))
+    charts, chart_data = section.charts(runs, main)
     phases, phase_data = section.phases(runs)
-    others, other_data = section.charts(runs, section.other_metrics(runs))
+    others, other_data = section.charts(runs, [*changing, *constant, *rest])
     parts = {
         "notices": section.notice_list(runs, [run.notices for run in runs]),
         "coverage": section.notice_list(runs, [run.coverage for run in runs]),

@@ -40,10 +40,14 @@ CHARTS = (
     ("distinct", "Distinct samples", "share of a group's samples with different text"),
     ("effective_fraction", "Effective sample size", "share of the tokens, after importance weights"),
     ("mean_tokens", "Completion length", "mean tokens per sample"),
+    ("cut_fraction", "Share cut off", "samples truncated at the limit of tokens"),
     ("staleness", "Staleness", "policy versions between sampling and learning"),
     ("carried_samples", "Carried samples", "unfinished samples left to the next step"),
+    ("clip_fraction", "Clip fraction", "share of the gradient that the loss held back"),
     ("grad_norm", "Gradient norm", "before clipping"),
+    ("learning_rate", "Learning rate", "of the step's last update"),
     ("tokens_per_s", "Sampling speed", "tokens per second"),
+    ("memory_gb", "Peak memory", "1e9 bytes, of the GPU, or of the process on a CPU"),
 )
 _EXACT = ("sigma", "learning_rate")
 """Set by the config, not measured, so never smoothed."""
@@ -161,6 +165,21 @@ def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     keys = _keys(runs)
     charted |= {"step", "wall_time", *(key for key in keys if key.startswith("eval_"))}
     return [(key, key, "") for key in sorted(keys - charted, key=lambda key: (is_timing(key), key))]
+
+
+def by_change(
+    runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]
+) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Divide the charts into those that have something to see and those whose values are all the same."""
+    is_same = accuracy_is_reward(runs)
+    constant = []
+    for kind in kinds:
+        points = [
+            s.points for i, run in enumerate(runs) for s in _series(run, i, kind[0], is_same) if s.points
+        ]
+        if any(len(each) > 1 for each in points) and len({y for each in points for _, y in each}) == 1:
+            constant.append(kind)
+    return [kind for kind in kinds if kind not in constant], constant
 
 
 def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -> tuple[str, list[Any]]:
