@@ -52,6 +52,8 @@ def test_nothing_else_is_there_and_nothing_can_be_changed(run):
             "/samples?run=-1&step=0",
             "/samples?run=0&step=1",
             "/samples?run=0&step=x",
+            "/samples?run=0",
+            "/samples?run=0&prompt=99",
             "/samples?run=0&step=" + "9" * 5000,
         ):
             assert httpx.get(address + path).status_code == 404, path

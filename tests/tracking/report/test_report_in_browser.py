@@ -216,3 +216,61 @@ def test_the_page_fits_narrow_and_wide_in_light_and_dark(report):
         assert report.value("document.documentElement.scrollWidth") <= width
     report.resize(1280, 900)
     report.dark(False)
+
+
+@pytest.fixture
+def samples(tab, tmp_path):
+    """A tab with the report of four steps: in each prompt 7, with 0 to 3 correct samples, and another one."""
+    records = [
+        {
+            "step": step,
+            "prompt_index": prompt,
+            "prompt": f"What is {prompt}?",
+            "text": f"answer {step}.{i}",
+            "reward": float(i < step),
+            "num_tokens": 10 * (step + 1) if i else 100,
+            "finish": "stop" if i else "length",
+        }
+        for step in range(4)
+        for prompt in (7, 20 + step)
+        for i in range(3)
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(checked_line(f'{{"step": {i}}}') for i in range(4)))
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(checked_line(json.dumps(each)) for each in records))
+    write_report([tmp_path], tmp_path / "page.html")
+    tab.errors.clear()
+    tab.open((tmp_path / "page.html").as_uri())
+    yield tab
+    assert not tab.errors
+
+
+def test_one_prompt_is_shown_across_its_steps_and_a_click_leads_back(samples):
+    shown, button = "document.querySelector('#group').textContent", "document.querySelector('.about button')"
+    assert samples.value(f"{button}.textContent") == "in all steps"
+    samples.value(f"{button}.click()")
+    heads = "[...document.querySelectorAll('#group > .role')].map((head) => head.textContent)"
+    expected = ["step 1, reward 0", "step 2, reward 0.33", "step 3, reward 0.67", "step 4, reward 1"]
+    assert samples.until(f"{heads}.length && {heads}") == expected
+    assert [f"answer {step}.2" in samples.value(shown) for step in range(4)] == [True] * 4
+    choose(samples, "#text", "answer 2")
+    assert samples.value(heads) == ["step 3, reward 0.67"]
+    choose(samples, "#text", "")
+    samples.value(f"{button}.click()")
+    assert "answer 3.0" in samples.value(shown) and "answer 2.0" not in samples.value(shown)
+    samples.value("document.querySelectorAll('#groups button')[1].click()")
+    assert samples.value(button) is None  # that prompt is in no other step
+
+
+def test_lengths_are_a_histogram_with_those_that_were_cut_off_on_top(samples):
+    caption = "document.querySelector('#lengths figcaption').textContent"
+    assert samples.value(caption) == "Lengths of these samples: median 40, longest 100 tokens; 33 % cut off"
+    bar = "[bar.getAttribute('class'), +bar.getAttribute('height')]"
+    bars = f"[...document.querySelectorAll('#lengths rect')].map((bar) => {bar})"
+    assert samples.value(bars) == [["ended", 70.0], ["cut", 35.0]]
+    samples.value(
+        "document.querySelector('#step').value = '',"
+        " document.querySelector('#step').dispatchEvent(new Event('change'))"
+    )
+    assert [kind for kind, _ in samples.value(bars)] == [*["ended"] * 4, "cut"]
+    choose(samples, "#text", "no such text")
+    assert samples.value("document.querySelector('#lengths').hidden")

@@ -62,7 +62,9 @@ async function refreshPage() {
     currentParts[name] = html;
     // The server has escaped all text of a run.
     const parsed = new DOMParser().parseFromString(html, "text/html").body.childNodes;
-    document.querySelector(`[data-part=${name}]`).replaceChildren(...parsed);
+    const part = document.querySelector(`[data-part=${name}]`), isOpen = part.querySelector("details")?.open;
+    part.replaceChildren(...parsed);
+    if (isOpen) part.querySelector("details")?.setAttribute("open", "");
   }
   data = fresh.data;
   applyHidden();
@@ -87,6 +89,7 @@ chooseStep = async function () {
   data.runs[index].groups = loaded.groups;
   listGroups();
 };
+groupsOf = (group) => getJson(`samples?run=${fields.run.value}&prompt=${group.prompt_index}`).catch(() => [group]);
 for (const field of [fields.run, fields.step]) field.addEventListener("change", () => chooseStep().catch(showDisconnected));
 
 function showDisconnected() {

@@ -1,7 +1,7 @@
 """Answer the page's requests.
 
 /          the page                         /now       run states, GPUs, and a tag that names the content
-/update    changed parts and data           /samples   the groups of ?run=0&step=12
+/update    changed parts and data           /samples   the groups of ?run=0&step=12, of ?run=0&prompt=7
 """
 
 import threading
@@ -47,16 +47,20 @@ class LivePage:
             return self._update
 
     def samples(self, query: str) -> bytes | None:
-        """Return the groups of a run's step; None if there are none."""
+        """Return the groups of a run's step, or of its prompt in all steps; None if there are none."""
         try:
             wanted = {name: int(values[0]) for name, values in parse_qs(query).items()}
-            run, step = wanted["run"], wanted["step"]
+            run = wanted["run"]
         except (KeyError, ValueError):
             return None
-        if not 0 <= run < len(self._followers):
+        if not 0 <= run < len(self._followers) or not wanted.keys() & {"step", "prompt"}:
             return None
+        follower = self._followers[run]
         with self._lock:
-            groups = self._followers[run].groups(step)
+            if "step" in wanted:
+                groups = follower.groups(wanted["step"])
+            else:
+                groups = follower.groups_of(str(wanted["prompt"]))
         return encode(groups) if groups else None
 
     def _refresh(self) -> str:

@@ -325,20 +325,87 @@ function sampleCard(sample) {
   return node;
 }
 
+// The samples of one prompt in all steps, if these are shown in place of a group: {group, groups}.
+let spread = null;
+
+function groupsOf(group) {
+  return data.runs[Number(fields.run.value)].groups.filter((other) => other.prompt_index === group.prompt_index);
+}
+
+async function spreadPrompt(group) {
+  spread = { group, groups: await groupsOf(group) };
+  showSpread();
+}
+
+function showSpread() {
+  const { group, groups } = spread, back = element("button", { type: "button", textContent: `step ${group.step + 1} alone` });
+  back.addEventListener("click", () => openGroup(group));
+  const steps = [...groups].sort((a, b) => a.step - b.step).map((each) => [each, matchingSamples(each)]);
+  byId("group").replaceChildren(promptBox(group.prompt), aboutGroup(group, `prompt ${group.prompt_index} in ${groups.length} steps`, back),
+    ...steps.flatMap(([each, shown]) => shown.length ? [
+      element("p", { className: "role", textContent: `step ${each.step + 1}${meanReward(each)}` }),
+      element("div", { className: "cards" }, shown.map(sampleCard)),
+    ] : []));
+}
+
+function meanReward(group) {
+  const rewards = group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
+  return rewards.length ? `, reward ${formatNumber(rewards.reduce((a, b) => a + b) / rewards.length, 2)}` : "";
+}
+
+function aboutGroup(group, text, ...buttons) {
+  const about = element("p", { className: "about" }, [text]);
+  if (group.answer !== null) about.append(", answer ", element("b", {}, highlighted(group.answer)));
+  about.append(...buttons.flatMap((button) => [" ", button]));
+  return about;
+}
+
 function openGroup(group) {
   current = group;
+  spread = null;
   for (const [i, button] of [...byId("groups").querySelectorAll("button")].entries()) {
     button.setAttribute("aria-current", String(listed[i] === group));
   }
   if (!group) return byId("group").replaceChildren();
-  const shown = matchingSamples(group);
-  const about = element("p", { className: "about" }, [`step ${group.step + 1}, prompt ${group.prompt_index}`]);
-  if (group.answer !== null) about.append(", answer ", element("b", {}, highlighted(group.answer)));
-  if (shown.length < group.samples.length) about.append(`; ${shown.length} of ${group.samples.length} samples match`);
+  const shown = matchingSamples(group), buttons = [];
+  if (data.isLive || groupsOf(group).length > 1) {
+    buttons.push(element("button", { type: "button", textContent: "in all steps" }));
+    buttons[0].addEventListener("click", () => spreadPrompt(group));
+  }
+  const part = shown.length < group.samples.length ? `; ${shown.length} of ${group.samples.length} samples match` : "";
   byId("group").replaceChildren(
     promptBox(group.prompt),
-    about,
+    aboutGroup(group, `step ${group.step + 1}, prompt ${group.prompt_index}${part}`, ...buttons),
     element("div", { className: "cards" }, shown.map(sampleCard)),
+  );
+}
+
+// A histogram of the samples' lengths; those that were cut off stand on the others.
+const MAX_BARS = 24;
+
+function drawLengths(samples) {
+  const known = samples.filter((sample) => sample.num_tokens !== null), figure = byId("lengths");
+  figure.hidden = known.length < 2;
+  if (figure.hidden) return;
+  const lengths = known.map((sample) => sample.num_tokens).sort((a, b) => a - b), longest = lengths[lengths.length - 1];
+  const width = Math.ceil((longest + 1) / MAX_BARS), bars = Array.from({ length: Math.floor(longest / width) + 1 }, () => [0, 0]);
+  for (const sample of known) bars[Math.floor(sample.num_tokens / width)][Number(sample.finish === "length")]++;
+  const high = bars.reduce((most, [ended, cut]) => Math.max(most, ended + cut), 1), step = (RIGHT - LEFT) / bars.length;
+  const bar = (kind, i, from, to) => shape("rect", { class: kind, x: (LEFT + i * step + 1).toFixed(1), width: Math.max(1, step - 2).toFixed(1),
+    y: (80 - 70 * to / high).toFixed(1), height: (70 * (to - from) / high).toFixed(1) });
+  const label = (x, anchor, text) => shape("text", { x, y: 96, "text-anchor": anchor }, [text]);
+  const cut = bars.reduce((sum, each) => sum + each[1], 0);
+  const share = cut ? `; ${Math.round(100 * cut / known.length)} % cut off` : "";
+  figure.replaceChildren(
+    element("figcaption", {}, [element("b", { textContent: "Lengths" }), ` of these samples: median ${lengths[lengths.length >> 1]}, longest ${longest} tokens${share}`]),
+    shape("svg", { viewBox: "0 0 480 102", role: "img", "aria-label": "Lengths of the samples" }, [
+      ...bars.flatMap(([ended, cutOff], i) => [
+        ...ended ? [bar("ended", i, 0, ended)] : [], ...cutOff ? [bar("cut", i, ended, ended + cutOff)] : [],
+      ]),
+      shape("line", { class: "axis", x1: LEFT, x2: RIGHT, y1: 80, y2: 80 }),
+      shape("text", { x: LEFT - 6, y: 14, "text-anchor": "end" }, [String(high)]),
+      label(LEFT, "start", "0"), label(RIGHT, "end", formatShort(bars.length * width)), label((LEFT + RIGHT) / 2, "middle", "tokens"),
+    ]),
   );
 }
 
@@ -349,9 +416,7 @@ function groupRow(group, line) {
     chip.style.height = `${sample.reward === null ? 2 : 4 + 9 * rewardShare(sample.reward)}px`;
     return chip;
   });
-  const rewards = group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
-  const mean = rewards.length ? `, reward ${formatNumber(rewards.reduce((a, b) => a + b) / rewards.length, 2)}` : "";
-  const label = `${fields.step.value === "" ? `step ${group.step + 1}, ` : ""}prompt ${group.prompt_index}${mean}`;
+  const label = `${fields.step.value === "" ? `step ${group.step + 1}, ` : ""}prompt ${group.prompt_index}${meanReward(group)}`;
   const button = element("button", { type: "button" }, [
     element("span", { className: "line", textContent: line }),
     element("span", { className: "line" }, [label, ...chips.slice(0, 16)]),
@@ -364,12 +429,14 @@ function listGroups() {
   const groups = data.runs[Number(fields.run.value)].groups;
   const found = groups.filter((group) => (fields.step.value === "" || group.step === Number(fields.step.value))
     && matchingSamples(group).length);
-  const numSamples = found.reduce((sum, group) => sum + matchingSamples(group).length, 0);
+  const samples = found.flatMap(matchingSamples);
   listed = found.slice(0, MAX_LISTED);
   const lines = summaries(listed.map((group) => group.prompt));
   byId("groups").replaceChildren(...listed.map((group) => groupRow(group, lines.get(group.prompt))));
   const more = found.length > listed.length ? `, showing the first ${listed.length}` : "";
-  byId("count").textContent = `${found.length} prompts, ${numSamples} samples${more}`;
+  byId("count").textContent = `${found.length} prompts, ${samples.length} samples${more}`;
+  drawLengths(samples);
+  if (spread) return showSpread();
   // Prefer a prompt whose samples have different rewards.
   const differing = listed.find((group) => new Set(group.samples.map((sample) => sample.reward)).size > 1);
   openGroup(listed.includes(current) ? current : differing || listed[0] || null);
@@ -389,6 +456,8 @@ function chooseStep() {
   fillSteps(steps, before !== "" && steps.includes(Number(before)) ? before : String(steps[steps.length - 1] ?? ""));
   listGroups();
 }
+
+for (const field of [fields.run, fields.step]) field.addEventListener("change", () => { spread = null; });
 
 function moveStep(by) {
   const index = fields.step.selectedIndex + by;

@@ -52,7 +52,7 @@ def contents(
     phases, phase_data = section.phases(runs)
     others, other_data = section.charts(runs, [*changing, *constant, *rest])
     parts = {
-        "notices": section.notice_list(runs, [run.notices for run in runs]),
+        "notices": section.notice_list(runs, [run.notices for run in runs]) + section.progress(runs),
         "coverage": section.notice_list(runs, [run.coverage for run in runs]),
         "facts": facts_list(runs),
         "tiles": section.tiles(runs),

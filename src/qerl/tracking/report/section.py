@@ -8,6 +8,7 @@ from html import escape
 from statistics import fmean, median
 from typing import Any
 
+from qerl.errors import quantity
 from qerl.tracking import is_timing
 from qerl.tracking.atomic_file import encode
 from qerl.tracking.metric_text import clock
@@ -67,6 +68,14 @@ def notice_list(runs: Sequence[RecordedRun], texts: Sequence[Sequence[str]]) -> 
     pairs = [(run.name, text) for run, own_texts in zip(runs, texts, strict=True) for text in own_texts]
     lines = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in pairs)
     return f"<ul>{lines}</ul>" if lines else ""
+
+
+def progress(runs: Sequence[RecordedRun]) -> str:
+    """List the newest message of each run, and fold the earlier ones."""
+    earlier = notice_list(runs, [run.progress[:-1] for run in runs])
+    number = sum(max(0, len(run.progress) - 1) for run in runs)
+    folded = f"<details><summary>{quantity(number, 'earlier line')}</summary>{earlier}</details>"
+    return notice_list(runs, [run.progress[-1:] for run in runs]) + (folded if earlier else "")
 
 
 def tiles(runs: Sequence[RecordedRun]) -> str:
