@@ -51,7 +51,7 @@ SIZES = {  # lines of each package when it was last looked at
     "serve": 5673,
     "tasks": 9164,
     "tinker": 2000,
-    "tracking": 3185,
+    "tracking": 3520,
     "training": 4918,
     "trl": 2280,
 }

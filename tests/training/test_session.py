@@ -68,6 +68,7 @@ def assert_same_run(a, b):
     assert metrics(a) == metrics(b)
     assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
     assert (a / "evaluations.json").read_text() == (b / "evaluations.json").read_text()
+    assert (a / "held_out.jsonl").read_text() == (b / "held_out.jsonl").read_text()
     ours, theirs = adapter(a), adapter(b)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
@@ -394,6 +395,10 @@ def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     assert -5 <= figures["before"]["reward"] < 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["reward_after"] == figures["after"]["reward"]
+    answers = list(read_lines(tmp_path / "run" / "held_out.jsonl"))
+    assert {line["step"] for line in answers} == {0, 1, 2}
+    greedy = [line["reward"] for line in answers if (line["step"], line["kind"]) == (0, "greedy")]
+    assert sum(greedy) / len(greedy) == pytest.approx(figures["before"]["greedy_reward"])
     steps = metrics(tmp_path / "run")
     assert steps[-1]["eval_reward"] == figures["after"]["reward"] and "accuracy" not in stdout
     assert steps[-1]["eval_reward_error"] == figures["after"]["reward_error"]

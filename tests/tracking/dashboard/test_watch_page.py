@@ -3,6 +3,7 @@
 import pytest
 
 from qerl.tracking.report import write_report
+from qerl.types import Group, Prompt, Sample
 from stored_samples import checked_line
 from tracking.dashboard import browser
 from tracking.dashboard.parts import run_of, serving, take_step
@@ -93,6 +94,24 @@ def test_a_prompt_of_a_live_run_is_shown_in_all_steps_and_stays_while_steps_come
     take_step(journal, 2)
     tab.until(f"{NOW}.includes('step 3 of 10')")
     assert tab.value(heads) == "step 1, reward 1,step 2, reward 1" and not tab.errors
+
+
+def test_held_out_answers_of_a_live_run_are_loaded_when_asked_for(watched):
+    journal, tab = watched
+    prompt = Prompt(index=3, text="What is 1 + 1?", tokens_T=[5], messages=None, columns={"answer": "2"})
+    sample = Sample(tokens_T=[7], logprobs_T=[-1.0], text="two", finish="stop", version=0)
+    journal.held_out(0, {"greedy": ([Group(prompt=prompt, samples_G=[sample])], [[1.0]])})
+    take_step(journal, 1)
+    tab.until("!document.querySelector('#kind').parentElement.hidden")
+    tab.value(
+        "document.querySelector('#kind').value = 'held',"
+        " document.querySelector('#kind').dispatchEvent(new Event('change'))"
+    )
+    shown = "document.querySelector('#group').textContent"
+    assert tab.until(f"{shown}.includes('before training') && {shown}.includes('two')")
+    take_step(journal, 2)
+    tab.until(f"{NOW}.includes('step 3 of 10')")
+    assert tab.value(f"{shown}.includes('two')") and not tab.errors
 
 
 def test_old_lines_of_progress_are_folded_away_and_stay_open_once_opened(watched):

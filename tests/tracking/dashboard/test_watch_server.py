@@ -69,7 +69,7 @@ def test_the_tag_changes_with_the_files_and_the_parts_come_under_it(tmp_path):
         assert tags[0] == tags[1] != tags[2]
         update = httpx.get(f"{address}/update").json()
     assert update["data"]["tag"] == tags[2] and update["data"]["runs"] == [
-        {"name": "run", "clock": ANY, "groups": [], "steps": [0]}
+        {"name": "run", "clock": ANY, "groups": [], "steps": [0], "hasHeldOut": False}
     ]
     assert "<h3>Reward</h3>" in update["parts"]["tiles"]
 

@@ -22,8 +22,8 @@ from stored_samples import checked_line
 
 
 def run_of(records, evaluations=None, config=None):
-    parts = {"facts": {"config": config or {}}, "result": {}, "groups": [], "notices": []}
-    parts |= {"coverage": [], "progress": []}
+    parts = {"facts": {"config": config or {}}, "result": {}, "groups": [], "held_out": []}
+    parts |= {"notices": [], "coverage": [], "progress": []}
     return RecordedRun(name="run", records=records, evaluations=evaluations or {}, **parts)
 
 
@@ -267,3 +267,40 @@ def test_steps_are_numbered_as_on_the_console():
     assert charts([run], [("reward", "Reward", "")])[1][0][0]["points"][0][0] == 1
     script = page.asset("page.js")
     assert "step ${group.step + 1}" in script and "String(step + 1)" in script
+
+
+def write_held_out(folder, steps, num_problems=2, **fields):
+    (folder / "metrics.jsonl").write_bytes(b"".join(checked_line(f'{{"step": {i}}}') for i in range(100)))
+    records = [
+        {"step": step, "prompt_index": i, "kind": kind, "prompt": f"p{i}", "text": f"{kind} {step}"} | fields
+        for step in steps
+        for kind in ("sampled", "greedy")
+        for i in range(num_problems)
+    ]
+    with open(folder / "held_out.jsonl", "ab") as file:
+        file.write(b"".join(checked_line(json.dumps(record)) for record in records))
+
+
+def test_held_out_answers_are_grouped_by_problem_in_the_order_of_training(tmp_path):
+    write_held_out(tmp_path, [0, 10, 100])
+    groups = read_run(tmp_path, "run", max_samples=9).held_out
+    assert [(group["prompt"], len(group["samples"])) for group in groups] == [("p0", 6), ("p1", 6)]
+    texts = [sample["text"] for sample in groups[0]["samples"] if sample["kind"] == "greedy"]
+    assert texts == ["greedy 0", "greedy 10", "greedy 100"]
+
+
+def test_of_many_evaluations_the_first_the_last_and_some_between_are_shown(tmp_path):
+    write_held_out(tmp_path, range(0, 101, 5))
+    (samples, _) = (group["samples"] for group in read_run(tmp_path, "run", max_samples=9).held_out)
+    assert sorted({sample["step"] for sample in samples}) == [0, 20, 40, 60, 80, 100]
+
+
+def test_the_later_of_two_evaluations_at_a_step_counts_and_none_beyond_the_last_step(tmp_path):
+    write_held_out(tmp_path, [0, 7, 101])
+    write_held_out(tmp_path, [7], text="again")
+    samples = read_run(tmp_path, "run", max_samples=9).held_out[0]["samples"]
+    assert {(sample["step"], sample["text"]) for sample in samples} == {
+        (0, "sampled 0"),
+        (0, "greedy 0"),
+        (7, "again"),
+    }

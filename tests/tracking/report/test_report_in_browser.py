@@ -237,6 +237,14 @@ def samples(tab, tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(checked_line(f'{{"step": {i}}}') for i in range(4)))
     (tmp_path / "samples.jsonl").write_bytes(b"".join(checked_line(json.dumps(each)) for each in records))
+    answers = [
+        {"step": step, "prompt_index": i, "kind": kind, "prompt": f"Problem {i}", "text": f"{kind} {step}"}
+        | {"reward": float(step * i > 0), "num_tokens": 3}
+        for step in (0, 4)
+        for kind in ("sampled", "greedy")
+        for i in range(2)
+    ]
+    (tmp_path / "held_out.jsonl").write_bytes(b"".join(checked_line(json.dumps(each)) for each in answers))
     write_report([tmp_path], tmp_path / "page.html")
     tab.errors.clear()
     tab.open((tmp_path / "page.html").as_uri())
@@ -274,3 +282,31 @@ def test_lengths_are_a_histogram_with_those_that_were_cut_off_on_top(samples):
     assert [kind for kind, _ in samples.value(bars)] == [*["ended"] * 4, "cut"]
     choose(samples, "#text", "no such text")
     assert samples.value("document.querySelector('#lengths').hidden")
+
+
+def test_held_out_answers_before_and_after_stand_side_by_side_the_changed_ones_first(samples):
+    choose_kind = (
+        "document.querySelector('#kind').value = '{}',"
+        " document.querySelector('#kind').dispatchEvent(new Event('change'))"
+    )
+    samples.value(choose_kind.format("held"))
+    rows = "[...document.querySelectorAll('#groups button')].map((row) => row.textContent)"
+    assert samples.value(rows) == ["Problem 1problem 1, greedy +1", "Problem 0problem 0, greedy 0"]
+    card = "[...row.querySelectorAll('header span, pre')].map((part) => part.textContent)"
+    cards = f"[...document.querySelectorAll('#group .cards')].map((row) => {card})"
+    shown = [
+        [f"reward {reward}", when, "3 tokens", f"{kind} {step}"]
+        for kind in ("greedy", "sampled")
+        for reward, when, step in ((0, "before training", 0), (1, "after step 4", 4))
+    ]
+    assert samples.value(cards) == [shown[0] + shown[1], shown[2] + shown[3]]
+    tops = "[...document.querySelectorAll('#group .cards')[0].children].map((card) => card.offsetTop)"
+    assert len(set(samples.value(tops))) == 1  # side by side
+    assert samples.value("document.querySelector('#step').parentElement.hidden")
+    samples.value(choose_kind.format(""))
+    assert samples.value("document.querySelectorAll('#groups button').length") == 2
+    assert not samples.value("document.querySelector('#step').parentElement.hidden")
+
+
+def test_without_held_out_answers_there_is_no_choice_of_them(report):
+    assert report.value("document.querySelector('#kind').parentElement.hidden")

@@ -122,6 +122,7 @@ class RunFollower:
             **self._objects,
             records=self._records,
             groups=[],
+            held_out=[],
             notices=self._damage,
             coverage=[],
             progress=self._progress,
@@ -141,6 +142,14 @@ class RunFollower:
         """Return the samples of one prompt in all steps that have it, the newest ones of too many."""
         places = [place for step in self.steps() for place in self._places(step) if place.prompt == prompt]
         return read.read_groups(places[-read.MAX_OF_PROMPT :])
+
+    @property
+    def has_held_out(self) -> bool:
+        return (self._folder / "held_out.jsonl").exists()
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """Return the answers to held-out problems, by problem."""
+        return read.read_held_out(self._folder, self.steps()[-1] + 1 if self.steps() else 0, [])
 
     def _places(self, step: int) -> list[read.Place]:
         older = [places[step] for places in self._older.values() if step in places]

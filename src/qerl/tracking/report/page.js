@@ -194,7 +194,7 @@ addEventListener("resize", showCrosshair);
 attachPointer();
 
 // Samples.
-const fields = Object.fromEntries(["run", "step", "text", "low", "high"].map((id) => [id, byId(id)]));
+const fields = Object.fromEntries(["run", "kind", "step", "text", "low", "high"].map((id) => [id, byId(id)]));
 let minReward = Infinity, maxReward = -Infinity, listed = [], current = null;
 
 // The range of all rewards so far sets the colors: orange to blue, which every kind of color vision tells apart.
@@ -214,6 +214,29 @@ function rewardColor(reward) {
 
 function formatNumber(value, digits = 3) {
   return value === null ? "none" : String(+value.toFixed(digits));
+}
+
+// The held-out problems have a sample for each evaluation and kind of sampling: {step, kind}.
+const isHeldOut = () => fields.kind.value === "held";
+const moment = (sample) => sample.step ? `after step ${sample.step}` : "before training";
+
+function shownGroups() {
+  const run = data.runs[Number(fields.run.value)];
+  if (!isHeldOut()) return run.groups.filter((group) => fields.step.value === "" || group.step === Number(fields.step.value));
+  // Problems whose greedy answers changed most come first.
+  return [...run.heldOut ?? []].sort((a, b) => Math.abs(gain(b)) - Math.abs(gain(a)));
+}
+
+function gain(group) {
+  const rewards = group.samples.filter((sample) => sample.kind === "greedy").map((sample) => sample.reward ?? 0);
+  return rewards.length ? rewards[rewards.length - 1] - rewards[0] : 0;
+}
+
+function showKinds() {
+  const run = data.runs[Number(fields.run.value)], has = run.hasHeldOut ?? run.heldOut?.length > 0;
+  if (!has) fields.kind.value = "";
+  fields.kind.parentElement.hidden = !has;
+  fields.step.parentElement.hidden = isHeldOut();
 }
 
 // Samples of a group that pass the filter.
@@ -312,7 +335,8 @@ function conversation(turns) {
 
 function sampleCard(sample) {
   const reward = element("span", {}, ["reward ", element("b", { textContent: formatNumber(sample.reward) })]);
-  const advantage = element("span", {}, ["advantage ", element("b", { textContent: formatNumber(sample.advantage, 2) })]);
+  const advantage = sample.kind ? element("span", { textContent: moment(sample) })
+    : element("span", {}, ["advantage ", element("b", { textContent: formatNumber(sample.advantage, 2) })]);
   const tokens = sample.num_tokens === null ? "" : `${sample.num_tokens} tokens`;
   const length = element("span", { textContent: sample.finish === "length" ? `${tokens}, truncated` : tokens });
   const branch = sample.prefix_tokens ? [element("span", { textContent: `branched after ${sample.prefix_tokens} tokens` })] : [];
@@ -367,6 +391,7 @@ function openGroup(group) {
     button.setAttribute("aria-current", String(listed[i] === group));
   }
   if (!group) return byId("group").replaceChildren();
+  if (isHeldOut()) return showAnswers(group);
   const shown = matchingSamples(group), buttons = [];
   if (data.isLive || groupsOf(group).length > 1) {
     buttons.push(element("button", { type: "button", textContent: "in all steps" }));
@@ -380,11 +405,21 @@ function openGroup(group) {
   );
 }
 
+// The answers to a held-out problem side by side, before and after training, by kind of sampling.
+function showAnswers(group) {
+  const kinds = [...new Set(group.samples.map((sample) => sample.kind))];
+  byId("group").replaceChildren(promptBox(group.prompt), aboutGroup(group, `problem ${group.prompt_index}`),
+    ...kinds.flatMap((kind) => [
+      element("p", { className: "role", textContent: kind }),
+      element("div", { className: "cards" }, matchingSamples(group).filter((sample) => sample.kind === kind).map(sampleCard)),
+    ]));
+}
+
 // A histogram of the samples' lengths; those that were cut off stand on the others.
 const MAX_BARS = 24;
 
 function drawLengths(samples) {
-  const known = samples.filter((sample) => sample.num_tokens !== null), figure = byId("lengths");
+  const known = samples.filter((sample) => sample.num_tokens !== null && sample.num_tokens >= 0), figure = byId("lengths");
   figure.hidden = known.length < 2;
   if (figure.hidden) return;
   const lengths = known.map((sample) => sample.num_tokens).sort((a, b) => a - b), longest = lengths[lengths.length - 1];
@@ -416,7 +451,7 @@ function groupRow(group, line) {
     chip.style.height = `${sample.reward === null ? 2 : 4 + 9 * rewardShare(sample.reward)}px`;
     return chip;
   });
-  const label = `${fields.step.value === "" ? `step ${group.step + 1}, ` : ""}prompt ${group.prompt_index}${meanReward(group)}`;
+  const change = gain(group), label = isHeldOut() ? `problem ${group.prompt_index}, greedy ${change > 0 ? "+" : ""}${formatNumber(change, 2)}` : `${fields.step.value === "" ? `step ${group.step + 1}, ` : ""}prompt ${group.prompt_index}${meanReward(group)}`;
   const button = element("button", { type: "button" }, [
     element("span", { className: "line", textContent: line }),
     element("span", { className: "line" }, [label, ...chips.slice(0, 16)]),
@@ -426,9 +461,8 @@ function groupRow(group, line) {
 }
 
 function listGroups() {
-  const groups = data.runs[Number(fields.run.value)].groups;
-  const found = groups.filter((group) => (fields.step.value === "" || group.step === Number(fields.step.value))
-    && matchingSamples(group).length);
+  showKinds();
+  const found = shownGroups().filter((group) => matchingSamples(group).length);
   const samples = found.flatMap(matchingSamples);
   listed = found.slice(0, MAX_LISTED);
   const lines = summaries(listed.map((group) => group.prompt));
@@ -457,7 +491,7 @@ function chooseStep() {
   listGroups();
 }
 
-for (const field of [fields.run, fields.step]) field.addEventListener("change", () => { spread = null; });
+for (const field of [fields.run, fields.kind, fields.step]) field.addEventListener("change", () => { spread = null; });
 
 function moveStep(by) {
   const index = fields.step.selectedIndex + by;
@@ -476,7 +510,8 @@ byId("samples").classList.toggle("none", !data.runs.some((run) => run.groups.len
 
 // A live page loads the samples of one step at a time: dashboard.js.
 if (!data.isLive) {
-  data.runs.forEach((run) => extendRewardRange(run.groups));
+  data.runs.forEach((run) => extendRewardRange([...run.groups, ...run.heldOut]));
+  fields.kind.addEventListener("change", listGroups);
   fields.run.addEventListener("change", chooseStep);
   fields.step.addEventListener("change", listGroups);
   chooseStep();

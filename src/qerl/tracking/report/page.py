@@ -31,7 +31,7 @@ def write_report(folders: list[Path], out: Path) -> None:
     runs = [read_run(folder, name, max_samples=share) for folder, name in zip(folders, names, strict=True)]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        parts, data = contents(runs, [{"groups": run.groups} for run in runs])
+        parts, data = contents(runs, [{"groups": run.groups, "heldOut": run.held_out} for run in runs])
         write_atomic(out, document(runs, parts, data))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror})") from None

@@ -21,6 +21,8 @@ from qerl.tracking.sample_files import DAMAGE, MAX_LINE_BYTES, open_samples, sam
 _MAX_CHARACTERS = 20_000
 """Longest prompt or sample on the page."""
 _MAX_TURNS, _MAX_TURN_CHARACTERS = 100, 4000
+MAX_MOMENTS = 6
+"""Evaluations whose answers are shown."""
 MAX_OF_PROMPT = 500
 """Samples of one prompt that a live page shows."""
 _MAX_STEP = 10**15
@@ -53,6 +55,9 @@ class RecordedRun:
     """Lines of metrics.jsonl."""
     groups: list[dict[str, Any]]
     """[{"step": 3, "prompt_index": 17, "prompt": "...", "answer": "3", "samples": [{"text": ...}]}]"""
+    held_out: list[dict[str, Any]]
+    """Answers to held-out problems, as groups; each sample has its moment, in completed steps, and its kind:
+    {"step": 0, "kind": "greedy"}."""
     notices: list[str]
     """Problems with the files, and what changed during the run."""
     coverage: list[str]
@@ -119,6 +124,7 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
         **objects,
         records=records,
         groups=groups,
+        held_out=read_held_out(folder, len(records), notices),
         notices=notices,
         coverage=coverage,
         progress=[],
@@ -222,6 +228,27 @@ def _groups(folder: Path, notices: list[str], max_samples: int) -> tuple[list[di
     return read_groups(shown), [remark] if len(shown) < num_samples else []
 
 
+def read_held_out(folder: Path, num_steps: int, notices: list[str]) -> list[dict[str, Any]]:
+    """Return the answers to held-out problems by problem; of many evaluations the first, the last and evenly
+    spaced ones, and of two at the same step the later one."""
+    path = folder / "held_out.jsonl"
+    if not path.exists():
+        return []
+    answers: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for _, record in _lines(path, notices):
+        if record["step"] <= num_steps:
+            answers[str(record.get("prompt_index")), record["step"], str(record.get("kind"))] = record
+    steps = sorted({step for _, step, _ in answers})
+    number = min(len(steps), MAX_MOMENTS)
+    shown = {steps[i * (len(steps) - 1) // max(1, number - 1)] for i in range(number)}
+    groups: dict[tuple[int, Any], dict[str, Any]] = {}
+    for (_, step, kind), record in sorted(answers.items(), key=lambda item: (item[0][1], item[0][2])):
+        if step in shown:
+            sample = _add_sample(groups, record | {"step": 0})
+            sample |= {"step": step, "kind": kind}
+    return list(groups.values())
+
+
 def read_groups(places: Sequence[Place]) -> list[dict[str, Any]]:
     """Return the groups of the samples whose lines start at these places."""
     groups: dict[tuple[int, Any], dict[str, Any]] = {}
@@ -235,7 +262,8 @@ def read_groups(places: Sequence[Place]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str, Any]) -> None:
+def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str, Any]) -> dict[str, Any]:
+    """Add the record to its group; return what the page has of it."""
     key = record["step"], str(record.get("prompt_index"))
     if key not in groups:
         groups[key] = {
@@ -245,7 +273,7 @@ def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str,
             "answer": None if record.get("answer") is None else _shortened(record["answer"]),
             "samples": [],
         }
-    groups[key]["samples"].append(
+    sample = (
         {
             "text": _shortened(record.get("text", "")),
             "reward": number(record.get("reward")),
@@ -257,6 +285,8 @@ def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str,
         | ({"turns": turns} if (turns := _turns(record.get("turns"))) else {})
         | ({"failure": _shortened(record["failure"])} if record.get("failure") else {})
     )
+    groups[key]["samples"].append(sample)
+    return sample
 
 
 def _turns(value: Any) -> list[list[str]]:
