@@ -381,6 +381,15 @@ def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(per, d
     assert [step["noise_draws"] for step in both] == [draws * (step["sigma"] > 0) for step in both]
 
 
+def test_a_step_has_the_mean_of_each_of_several_rewards_and_not_those_of_its_evaluation(files, tmp_path):
+    given = ["--task.rewards", f"{files / 'even.py'}:even", "numeric", "--task.reward-weights", "1", "0.5"]
+    given += ["--num-steps", "2", "--evaluate.every", "1", "--noise.num-stages", "2"]
+    finish(files, tmp_path / "run", *given)
+    for step in metrics(tmp_path / "run"):
+        means = step["rewards/even/mean"], step["rewards/numeric/mean"]
+        assert means[0] + 0.5 * means[1] == pytest.approx(step["reward"])
+
+
 def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     """The README's own example ended with accuracy 0.0."""
     (files / "size.py").write_text(

@@ -291,7 +291,7 @@ class ReinforcementLearning(Training):
 
     def after_update(self, step: int, log: StepLog) -> None:
         """Log traffic and engine metrics, report failed rewards, evaluate where it is due."""
-        log.add(**self._ranks.take_traffic(), **self.sampler.take_metrics())
+        log.add(**self._ranks.take_traffic(), **self.sampler.take_metrics(), **self._rewards.take_means())
         self._report_failures()
         if step == self._first_step and (report := TALLY.report()) is not None:
             self._journal.notice(str(report))
@@ -356,6 +356,7 @@ class ReinforcementLearning(Training):
             groups = self._answered(engine, request)
             scores.append(self._scored(groups))
             answers[kind] = groups, scores[-1].rewards_P_G
+        self._rewards.take_means()  # those of an evaluation are no step's
         if num_steps is not None:
             self._journal.held_out(num_steps, answers)
         self._report_failures()

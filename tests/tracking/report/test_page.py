@@ -270,6 +270,14 @@ def test_what_the_learner_and_the_limit_hold_back_has_charts_with_names(tmp_path
     assert titles(tmp_path)[0] == ["Share cut off", "Clip fraction", "Learning rate", "Peak memory"]
 
 
+def test_each_of_several_rewards_has_a_chart_after_the_reward(tmp_path):
+    run = make_run(tmp_path / "run")
+    keys = ("rewards/tags/mean", "rewards/numeric/mean", "reward", "entropy")
+    lines(run / "metrics.jsonl", [{"step": i, **dict.fromkeys(keys, 0.1 * i)} for i in range(3)])
+    page_of([run], tmp_path)
+    assert titles(tmp_path) == [["Reward", "Reward numeric", "Reward tags", "Entropy"], []]
+
+
 def test_the_header_says_what_the_run_is(tmp_path):
     config = dataclasses.asdict(RunConfig())
     config["algo"]["loss_type"] = "cispo"

@@ -46,7 +46,7 @@ def contents(
 
     The data are the charts in the page's order, and the runs, each with its `samples`.
     """
-    main, constant = section.by_change(runs, [*section.CHARTS, *section.pass_at_charts(runs)])
+    main, constant = section.by_change(runs, section.main_charts(runs))
     changing, rest = section.by_change(runs, section.other_metrics(runs))
     charts, chart_data = section.charts(runs, main)
     phases, phase_data = section.phases(runs)

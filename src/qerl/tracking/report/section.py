@@ -169,8 +169,20 @@ def pass_at_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     return [(f"pass_at_{k}", f"Pass@{k}", about.format(k)) for k in powers]
 
 
+def main_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
+    """Return all charts that have a title."""
+    first = [each[0] for each in CHARTS].index("accuracy") + 1
+    return [*CHARTS[:first], *reward_charts(runs), *CHARTS[first:], *pass_at_charts(runs)]
+
+
+def reward_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
+    """Return a chart for each of several rewards."""
+    names = sorted(key for key in _keys(runs) if re.fullmatch(r"rewards/.+/mean", key, re.DOTALL))
+    return [(key, f"Reward {key[8:-5]}", "mean of this reward, before its weight") for key in names]
+
+
 def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
-    charted = {key for key, _, _ in [*CHARTS, *pass_at_charts(runs)]}
+    charted = {key for key, _, _ in main_charts(runs)}
     keys = _keys(runs)
     charted |= {"step", "wall_time", *(key for key in keys if key.startswith("eval_"))}
     return [(key, key, "") for key in sorted(keys - charted, key=lambda key: (is_timing(key), key))]
