@@ -616,3 +616,20 @@ def test_a_run_that_starts_anew_with_another_config_has_no_answers_of_the_former
             )
             if rank == 8 and not (tmp_path / "held_out.jsonl").exists():
                 journal.held_out(0, answered("a", 1.0))
+
+
+def test_a_damaged_answer_does_not_stop_a_run_that_resumes(tmp_path):
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig(loggers=()))
+        for step in (0, 2, 4):
+            journal.held_out(step, answered("a", 1.0))
+        take_steps(journal, 0, NUM_STEPS)
+    path = tmp_path / "held_out.jsonl"
+    content = path.read_bytes()
+    for damaged in (content.replace(b'"step": 2', b'"step": 9', 1), content[:-7], b""):
+        path.write_bytes(damaged)
+        with open_journal(tmp_path) as journal:
+            journal.start(RunConfig(loggers=()))
+            journal.resume(4)
+            journal.held_out(6, answered("a", 1.0))
+        assert records(tmp_path, "held_out")[-1]["step"] == 6
