@@ -71,11 +71,8 @@ def main() -> None:
     try:
         name = check_known(arguments[0], BENCHMARKS, "benchmark")
         kind, bench = BENCHMARKS[name]
-        bench(
-            parse_options(
-                kind, arguments[1:], name, description=bench.__doc__, program="python -m benchmarks"
-            )
-        )
+        help = bench.__doc__ or ""
+        bench(parse_options(kind, arguments[1:], name, help=help, program="python -m benchmarks"))
     except (UserError, RunError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)

@@ -22,9 +22,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import tyro
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from qerl.cli import main
+from qerl.config import RunConfig
 from qerl.training import session
 
 assert session  # imported here, so that a forked run need not
@@ -161,7 +163,7 @@ def _imported() -> None:
     which tyro reads. They take 0.4 of the 1.6 CPU seconds of a run."""
     importlib.import_module("torch.utils.tensorboard")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        main.command(["train", "demo", "--help"])
+        tyro.cli(RunConfig, args=["--help"])
     gc.collect()
     gc.freeze()
 

@@ -95,10 +95,10 @@ def test_the_package_runs_as_a_module(monkeypatch, capsys):
 
 
 def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):
-    assert qerl(monkeypatch, "train", "--help") == 0
+    assert qerl(monkeypatch, "train", "--help-all") == 0
     shown = capsys.readouterr().out.splitlines()
     for name, recipe in RECIPES.items():
-        (line,) = [line for line in shown if line.split()[:1] == [name]]
+        (line,) = [line for line in shown if line.startswith(f"  {name} ")]
         assert line.split(maxsplit=1)[1] == recipe.__doc__ and len(line) <= 110
 
 

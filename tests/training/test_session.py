@@ -68,6 +68,7 @@ def assert_same_run(a, b):
     assert metrics(a) == metrics(b)
     assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
     assert (a / "evaluations.json").read_text() == (b / "evaluations.json").read_text()
+    assert (a / "held_out.jsonl").read_text() == (b / "held_out.jsonl").read_text()
     ours, theirs = adapter(a), adapter(b)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
@@ -380,6 +381,15 @@ def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(per, d
     assert [step["noise_draws"] for step in both] == [draws * (step["sigma"] > 0) for step in both]
 
 
+def test_a_step_has_the_mean_of_each_of_several_rewards_and_not_those_of_its_evaluation(files, tmp_path):
+    given = ["--task.rewards", f"{files / 'even.py'}:even", "numeric", "--task.reward-weights", "1", "0.5"]
+    given += ["--num-steps", "2", "--evaluate.every", "1", "--noise.num-stages", "2"]
+    finish(files, tmp_path / "run", *given)
+    for step in metrics(tmp_path / "run"):
+        means = step["rewards/even/mean"], step["rewards/numeric/mean"]
+        assert means[0] + 0.5 * means[1] == pytest.approx(step["reward"])
+
+
 def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     """The README's own example ended with accuracy 0.0."""
     (files / "size.py").write_text(
@@ -394,6 +404,10 @@ def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     assert -5 <= figures["before"]["reward"] < 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["reward_after"] == figures["after"]["reward"]
+    answers = list(read_lines(tmp_path / "run" / "held_out.jsonl"))
+    assert {line["step"] for line in answers} == {0, 1, 2}
+    greedy = [line["reward"] for line in answers if (line["step"], line["kind"]) == (0, "greedy")]
+    assert sum(greedy) / len(greedy) == pytest.approx(figures["before"]["greedy_reward"])
     steps = metrics(tmp_path / "run")
     assert steps[-1]["eval_reward"] == figures["after"]["reward"] and "accuracy" not in stdout
     assert steps[-1]["eval_reward_error"] == figures["after"]["reward_error"]
