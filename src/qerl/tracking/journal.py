@@ -398,9 +398,8 @@ class NullJournal:
     def work(self, name: str, *, begins: bool = True) -> AbstractContextManager[Report]:
         return silent(name)
 
-    start = check_sources = resume = notice = held_out = place = expect = saved = carry = finish = (
-        catch_up
-    ) = __exit__ = _ignore
+    start = check_sources = resume = notice = held_out = place = expect = saved = carry = _ignore
+    finish = catch_up = __exit__ = _ignore
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
