@@ -87,10 +87,13 @@ def test_its_steps_are_those_of_train_bit_for_bit(rl_loop, model, tmp_path, loss
     options = rl_loop.parser().parse_args(list(map(str, given)))
     policy, learner = rl_loop.load(options)
     task = dataclasses.replace(
-        qerl.recipes.demo().task, name=str(tiny_run.write_task(tmp_path)), template="{prompt}", num_held_out=8
+        qerl.recipes.demo_long().task,
+        name=str(tiny_run.write_task(tmp_path)),
+        template="{prompt}",
+        num_held_out=8,
     )
     train = dataclasses.replace(
-        qerl.recipes.demo(),
+        qerl.recipes.demo_long(),
         out=str(tmp_path / "run"),
         seed=3,
         num_steps=4,

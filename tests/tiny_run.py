@@ -174,7 +174,7 @@ def rehearse() -> None:
     _imported()
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
         folder = write_files(Path(name))
-        main.command(["train", "demo", *options(folder, folder / "run")])
+        main.command(["train", "demo_long", *options(folder, folder / "run")])
 
 
 def forked(work: Callable[[], object], stdout: Path, stderr: Path) -> int:
@@ -293,7 +293,7 @@ def launched(
 
 
 def options(folder: Path, out: Path) -> list[str]:
-    """Return the options of `qerl train demo` for the tiny run; the files must lie in `folder`."""
+    """Return the options of `qerl train demo_long` for the tiny run; the files must lie in `folder`."""
     given = {
         "out": out,
         "num-steps": 6,

@@ -48,7 +48,7 @@ SIZES = {  # lines of each package when it was last looked at
     "kernels": 9194,
     "learner": 3314,
     "models": 10497,
-    "serve": 5673,
+    "serve": 5690,
     "tasks": 9164,
     "tinker": 2000,
     "tracking": 3520,

@@ -37,11 +37,11 @@ def files(tmp_path_factory):
     return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
-def start(files, out, *more, recipe="demo"):
+def start(files, out, *more, recipe="demo_long"):
     return tiny_run.started(*tiny_run.QERL, "train", recipe, *tiny_run.options(files, out), *more)
 
 
-def finish(files, out, *more, recipe="demo"):
+def finish(files, out, *more, recipe="demo_long"):
     process = start(files, out, *more, recipe=recipe)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
@@ -315,7 +315,7 @@ main()
 """
     (tmp_path / "told.py").write_text(code)
     options = tiny_run.options(files, tmp_path / "run")
-    process = tiny_run.started(str(tmp_path / "told.py"), "train", "demo", *options)
+    process = tiny_run.started(str(tmp_path / "told.py"), "train", "demo_long", *options)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert stdout.count("compiled 2 kernels in 1.3 s, 1 were in the disk cache; the run waited 0.5 s") == 1
@@ -360,7 +360,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
     )
     (script := tmp_path / "limited").write_text(code)
     more = (*tiny_run.options(files, out), "--checkpoint.every", "1")
-    process = tiny_run.started(str(script), "train", "demo", *more)
+    process = tiny_run.started(str(script), "train", "demo_long", *more)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1 and "cannot write the checkpoint" in stderr
     assert "Traceback" not in stderr

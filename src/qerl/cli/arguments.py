@@ -134,6 +134,11 @@ def names_of(options: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def fields_of(options: Iterable[str]) -> list[str]:
+    """Return the fields that the options set: ["task.name"]."""
+    return [name.removeprefix("--").replace("-", "_") for name in names_of(options)]
+
+
 def check_known(name: str, known: Iterable[str], kind: str) -> str:
     """Return the name; raise UserError with the nearest known names if it is unknown."""
     names = list(known)

@@ -9,10 +9,11 @@ from typing import Annotated
 
 import tyro
 
-from qerl.cli.arguments import announce, expand, names_of, names_or_help, parse_options
+from qerl.cli.arguments import announce, expand, fields_of, names_of, names_or_help, parse_options
 from qerl.cli.help import Help
 from qerl.cli.train import COMMON, SHORT, check_asked, read_recipe, with_rate
 from qerl.config import RunConfig
+from qerl.config.effects import without_unused
 from qerl.errors import RunError, UserError
 
 DESCRIPTION = f"""{__doc__}
@@ -62,6 +63,8 @@ def run(arguments: list[str]) -> None:
         name = "this machine and a model"
         parts += _MODEL
     checked = parse_options(CheckOptions, options, f"check {name}", CheckOptions(run=default), HELP)
+    used = without_unused(checked.run, default, fields_of(options))
+    checked = dataclasses.replace(checked, run=used)
     if checked.speed and "model" not in parts:
         raise UserError("check --speed needs a recipe or --model MODEL")
     if name.startswith("--task") and Path(checked.run.task.name).exists():  # a missing file is a finding

@@ -6,6 +6,7 @@ from qerl.cli.arguments import (
     announce_run,
     check_recipe,
     expand,
+    fields_of,
     names_of,
     parse_options,
     split_names,
@@ -17,6 +18,7 @@ from qerl.cli.result import print_result, take_flag
 from qerl.cli.train import COMMON, SHORT, check_early, take_init_adapter, take_option
 from qerl.config import NoiseConfig, RunConfig
 from qerl.config.distil import DistilConfig
+from qerl.config.effects import without_unused
 from qerl.config.recipes import RECIPES, plain
 from qerl.errors import UserError
 
@@ -54,6 +56,7 @@ def run(arguments: list[str]) -> None:
     as_json, arguments = take_flag(arguments, "--json")
     name, default, options = _read(arguments)
     config = parse_options(RunConfig, options, f"distil {name}", default, HELP)
+    config = without_unused(config, default, fields_of(options))
     model = f"{config.model.path} in {config.model.format}"
     announce_run(f"distil {config.distil.teacher} into {model}, {config.out}")
     check_early(config)

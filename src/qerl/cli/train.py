@@ -10,6 +10,7 @@ from qerl.cli.arguments import (
     announce_run,
     check_recipe,
     expand,
+    fields_of,
     names_of,
     parse_options,
     split_names,
@@ -19,6 +20,7 @@ from qerl.cli.arguments import (
 from qerl.cli.help import Help
 from qerl.cli.result import print_result, take_flag
 from qerl.config import AdapterConfig, RunConfig
+from qerl.config.effects import without_unused
 from qerl.config.rates import rate_for
 from qerl.config.recipes import METHODS, PAPER, RECIPES, plain
 from qerl.config.task import is_environment_name
@@ -40,7 +42,7 @@ _RECIPES = """\
 recipes:
 {paper}
 
-recipes that run the demo task with one method each (docs/methods.md):
+recipes that run demo_long with one method each (docs/methods.md):
 {methods}
 
 short options:
@@ -95,6 +97,7 @@ def run(arguments: list[str]) -> None:
     as_json, arguments = take_flag(arguments, "--json")
     name, default, options = read_recipe(arguments, "train")
     config = parse_options(RunConfig, options, f"train {name}", default, train_help())
+    config = without_unused(config, default, fields_of(options))
     assumed: list[str] = []
     if name.startswith("--task"):
         assumed = check_asked(config, options, "train")

@@ -156,6 +156,12 @@ class GenerateOptions:
     max_tokens: int = 1024
     """Maximum tokens of an answer."""
 
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, which then lacks them."""
+
+    chat: bool = True
+    """Give the prompt the chat template. False: the model continues the text, without the texts before it."""
+
     seed: int | None = None
     """Seed of the answers; None picks a random one."""
 

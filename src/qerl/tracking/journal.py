@@ -265,6 +265,10 @@ class Journal:
         begins."""
         return self._display.work(redact(name), begins=begins)
 
+    def expect(self, *, end_s: float) -> None:
+        """Count these seconds, of what follows the last step, as time left."""
+        self._display.end_s = end_s
+
     def saved(self, next_step: int) -> None:
         """Record that a checkpoint of the state before this step is on the disk; in any thread."""
         self._note(f"saved a checkpoint after step {next_step}", checkpoint=next_step)
@@ -394,9 +398,8 @@ class NullJournal:
     def work(self, name: str, *, begins: bool = True) -> AbstractContextManager[Report]:
         return silent(name)
 
-    start = check_sources = resume = notice = held_out = place = saved = carry = finish = catch_up = (
-        __exit__
-    ) = _ignore
+    start = check_sources = resume = notice = held_out = place = expect = saved = carry = _ignore
+    finish = catch_up = __exit__ = _ignore
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
