@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 
+from benchmarks.demo import DemoOptions, bench_demo
 from benchmarks.families import FamiliesOptions, print_families
 from benchmarks.guesses import GuessesOptions, bench_guesses
 from benchmarks.limits import LimitsOptions, bench_limits
@@ -25,6 +26,7 @@ USAGE = """\
 usage: python -m benchmarks BENCHMARK [OPTIONS]
 
 benchmarks:
+  demo          Time the demo, whole, on this machine's CPU; needs no GPU
   families      Print which code computes each family of models; --write updates the page; needs no GPU
   guesses       Estimate the gain of n-gram speculation (tokens guessed from earlier text); needs no GPU
   limits        Measure the GPU's memory and matrix rates, from which floors are computed
@@ -45,6 +47,7 @@ Run 'python -m benchmarks BENCHMARK --help' for the options.
 Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn', 'rollout' and 'step' write
 there too. rounding, serve, start and vllm-rollout print theirs."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
+    "demo": (DemoOptions, bench_demo),
     "families": (FamiliesOptions, print_families),
     "guesses": (GuessesOptions, bench_guesses),
     "limits": (LimitsOptions, bench_limits),
@@ -71,11 +74,8 @@ def main() -> None:
     try:
         name = check_known(arguments[0], BENCHMARKS, "benchmark")
         kind, bench = BENCHMARKS[name]
-        bench(
-            parse_options(
-                kind, arguments[1:], name, description=bench.__doc__, program="python -m benchmarks"
-            )
-        )
+        help = bench.__doc__ or ""
+        bench(parse_options(kind, arguments[1:], name, help=help, program="python -m benchmarks"))
     except (UserError, RunError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)

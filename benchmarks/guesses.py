@@ -36,7 +36,7 @@ TASKS = {
         gym="gsm_symbolic", template="Write a Python program that prints the answer. {question}"
     ),
 }
-"""By name; None is the demo's own."""
+"""By name; None is that of demo_long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ def bench_guesses(options: GuessesOptions) -> None:
 
 def sampled(options: GuessesOptions, name: str) -> list[tuple[list[int], list[list[int]], list[list[int]]]]:
     """Return (prompt, samples of an earlier step, samples) of each prompt."""
-    recipe, task = RECIPES["demo"](), TASKS[name]
+    recipe, task = RECIPES["demo_long"](), TASKS[name]
     config = dataclasses.replace(
         recipe,
         model=resolve_device(recipe.model),

@@ -12,7 +12,7 @@
     staleness            the most of a step; resampled_prompts of the whole run
 
 The model has random weights in the shape and a byte-level tokenizer; a sample is rewarded if its first token
-is even, so that every step learns. Each run is a process group of its own and trains with the demo's options.
+is even, so that every step learns. Each run is a process group of its own and has demo_long's options.
 """
 
 import contextlib
@@ -126,10 +126,10 @@ def write_model(name: str, folder: Path) -> Path:
 
 def command(way: str, gpus: int) -> list[str]:
     if way == "torchrun":
-        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "-m", "qerl", "train", "demo"]
-        return [sys.executable, *start]
+        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "-m", "qerl"]
+        return [sys.executable, *start, "train", "demo_long"]
     ahead = ["--ray", "local", "--ray.num-samplers", str(gpus - 1), "--ray.max-staleness", "1"]
-    return [sys.executable, "-m", "qerl", "train", "demo", *ahead]
+    return [sys.executable, "-m", "qerl", "train", "demo_long", *ahead]
 
 
 def arguments(options: SamplersOptions, model: Path) -> list[str]:
@@ -145,7 +145,7 @@ def arguments(options: SamplersOptions, model: Path) -> list[str]:
         "num-generations": _GROUP,
         "num-steps": options.num_steps,
         "sample.max-tokens": options.max_tokens,
-        "learn.logprob-chunk-tokens": LearnConfig().logprob_chunk_tokens,  # the demo's are for a CPU
+        "learn.logprob-chunk-tokens": LearnConfig().logprob_chunk_tokens,  # demo_long's are for a CPU
     }
     return [text for name, value in settings.items() for text in (f"--{name}", str(value))]
 

@@ -1,7 +1,7 @@
 """A graph of langgraph: the model answers, a node checks the answer, and one hint leads back to the model.
 
 pip install 'qerl[serve]' openai langgraph langchain-openai
-qerl train demo --agent examples/agent_langgraph.py:agent --out runs/langgraph
+qerl train demo_long --agent examples/agent_langgraph.py:agent --out runs/langgraph
 """
 
 import re

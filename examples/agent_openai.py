@@ -1,6 +1,6 @@
 """An agent with nothing but the openai client: it asks for a sum, says higher or lower, and asks once more.
 
-qerl train demo --agent examples/agent_openai.py:agent --out runs/agent
+qerl train demo_long --agent examples/agent_openai.py:agent --out runs/agent
 """
 
 import re

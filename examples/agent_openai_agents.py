@@ -1,7 +1,7 @@
 """Agents of openai-agents: the first hands off to one of two others, and the adder of these calls a tool.
 
 pip install 'qerl[serve]' openai-agents
-qerl train demo --agent examples/agent_openai_agents.py:agent --sample.max-tokens 40 --out runs/openai-agents
+qerl train demo_long --agent examples/agent_openai_agents.py:agent --sample.max-tokens 40 --out runs/agents
 """
 
 from agents import (

@@ -3,7 +3,7 @@
 Any command in any language can stand in its place.
 
 pip install 'qerl[serve]'
-qerl train demo --agent examples/agent_subprocess.py:agent --out runs/subprocess
+qerl train demo_long --agent examples/agent_subprocess.py:agent --out runs/subprocess
 """
 
 import json

@@ -8,11 +8,11 @@ of its answers are 1, and every arm learns to answer 1.
 
 import re
 
-from qerl.config.recipes import demo
+from qerl.config.recipes import demo_long
 from studies.study import Claim, Curve, Fields, Metric, StudyTask, with_fields
 
 BASE = with_fields(
-    demo(),
+    demo_long(),
     {
         "num_steps": 40,
         "noise.schedule": "none",

@@ -12,7 +12,7 @@ from typing import Any
 
 from qerl.errors import UserError
 from qerl.tasks import majority_vote, reward, template_process
-from qerl.tasks.scoring import score
+from qerl.tasks.scoring import values_of
 from qerl.tasks.worker_pool import Jobs, WorkerPool
 
 
@@ -40,7 +40,7 @@ def _copied(value: Any) -> Any:
 
 
 def _pool(work: Callable[[Any], Any], **settings: Any) -> WorkerPool:
-    is_plain = isinstance(work, functools.partial) and work.func is score
+    is_plain = isinstance(work, functools.partial) and work.func is values_of
     if is_plain and not any(hasattr(function, "notice") for function in work.args[0]):
         return InProcessPool(work, **settings)
     return WorkerPool(work, **settings)

@@ -21,7 +21,7 @@ def test_the_notebook_loads_trains_plots_and_exports(tmp_path, monkeypatch):
     first, *others = ["".join(cell["source"]) for cell in CELLS]
     assert CELLS[0]["metadata"]["tags"] == ["parameters"] and first.startswith("MODEL = ")
     # The cells run in one namespace, as in a kernel; the figure is saved instead of shown.
-    cells = [f"MODEL, RUN = {str(model)!r}, 'run'", *others]
+    cells = [f"MODEL, RUN, LEARNING_RATE = {str(model)!r}, 'run', 0.01", *others]
     script = "\n\n".join(cells).replace("plt.show()", "figure.savefig('figure.png')")
     (tmp_path / "cells.py").write_text(script)
     monkeypatch.chdir(tmp_path)
@@ -29,8 +29,8 @@ def test_the_notebook_loads_trains_plots_and_exports(tmp_path, monkeypatch):
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
     run = tmp_path / "run"
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 20
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 24
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {
         p.name for p in (run / "adapter").iterdir()
     }
-    assert (tmp_path / "figure.png").stat().st_size > 1000 and "trainable weights" in stdout
+    assert (tmp_path / "figure.png").stat().st_size > 1000 and "The sum of 12 + 30 is" in stdout

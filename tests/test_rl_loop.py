@@ -87,10 +87,13 @@ def test_its_steps_are_those_of_train_bit_for_bit(rl_loop, model, tmp_path, loss
     options = rl_loop.parser().parse_args(list(map(str, given)))
     policy, learner = rl_loop.load(options)
     task = dataclasses.replace(
-        qerl.recipes.demo().task, name=str(tiny_run.write_task(tmp_path)), template="{prompt}", num_held_out=8
+        qerl.recipes.demo_long().task,
+        name=str(tiny_run.write_task(tmp_path)),
+        template="{prompt}",
+        num_held_out=8,
     )
     train = dataclasses.replace(
-        qerl.recipes.demo(),
+        qerl.recipes.demo_long(),
         out=str(tmp_path / "run"),
         seed=3,
         num_steps=4,
@@ -139,8 +142,9 @@ def test_prompts_are_those_of_a_task(model, tmp_path):
         assert policy.prompt(prompt.messages, index=prompt.index, **prompt.columns) == prompt
 
 
-def test_it_uses_public_names_only():
-    source = EXAMPLE.read_text()
+@pytest.mark.parametrize("name", ["rl_loop.py", "gsm8k.py"])
+def test_examples_use_public_names_only(name):
+    source = (ROOT / "examples" / name).read_text()
     assert source.count("\n") <= 300
     allowed = {*sys.stdlib_module_names, "qerl", "torch", "reasoning_gym"}
     for node in ast.walk(ast.parse(source)):

@@ -22,9 +22,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import tyro
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from qerl.cli import main
+from qerl.config import RunConfig
 from qerl.training import session
 
 assert session  # imported here, so that a forked run need not
@@ -161,7 +163,7 @@ def _imported() -> None:
     which tyro reads. They take 0.4 of the 1.6 CPU seconds of a run."""
     importlib.import_module("torch.utils.tensorboard")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        main.command(["train", "demo", "--help"])
+        tyro.cli(RunConfig, args=["--help"])
     gc.collect()
     gc.freeze()
 
@@ -172,7 +174,7 @@ def rehearse() -> None:
     _imported()
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
         folder = write_files(Path(name))
-        main.command(["train", "demo", *options(folder, folder / "run")])
+        main.command(["train", "demo_long", *options(folder, folder / "run")])
 
 
 def forked(work: Callable[[], object], stdout: Path, stderr: Path) -> int:
@@ -291,7 +293,7 @@ def launched(
 
 
 def options(folder: Path, out: Path) -> list[str]:
-    """Return the options of `qerl train demo` for the tiny run; the files must lie in `folder`."""
+    """Return the options of `qerl train demo_long` for the tiny run; the files must lie in `folder`."""
     given = {
         "out": out,
         "num-steps": 6,

@@ -289,7 +289,9 @@ def run(tmp_path_factory):
     del given[at : at + 2]
     given += ["--agent", f"{files / 'my.py'}:agent", "--num-steps", "2", "--evaluate.num-prompts", "0"]
     given += ["--noise.schedule", "none", "--algo.branching", "deep", "--algo.deep.num-branches", "2"]
-    command(["train", "demo", *given, "--engine.exact", "--engine.max-num-seqs", "16", "--num-prompts", "2"])
+    command(
+        ["train", "demo_long", *given, "--engine.exact", "--engine.max-num-seqs", "16", "--num-prompts", "2"]
+    )
     return files / "run"
 
 

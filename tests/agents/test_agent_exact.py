@@ -53,7 +53,7 @@ def arguments(files, out, *more):
     at = given.index("--task.rewards")
     del given[at : at + 2]
     agent = ("--agent", f"{files / 'my.py'}:agent")
-    return [*tiny_run.QERL, "train", "demo", *given, *agent, *SHORT, *EXACT, *more]
+    return [*tiny_run.QERL, "train", "demo_long", *given, *agent, *SHORT, *EXACT, *more]
 
 
 def finish(process):

@@ -51,7 +51,16 @@ def arguments(files, out, *more):
     given = tiny_run.options(files, out)
     at = given.index("--task.rewards")
     del given[at : at + 2]
-    return [*tiny_run.QERL, "train", "demo", *given, "--agent", f"{files / 'my.py'}:agent", *SHORT, *more]
+    return [
+        *tiny_run.QERL,
+        "train",
+        "demo_long",
+        *given,
+        "--agent",
+        f"{files / 'my.py'}:agent",
+        *SHORT,
+        *more,
+    ]
 
 
 def finish(process):

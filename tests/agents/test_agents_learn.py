@@ -135,7 +135,7 @@ def train(folder, *more):
     at = given.index("--task.rewards")
     del given[at : at + 2]
     given += ["--noise.schedule", "none", "--evaluate.num-prompts", "0", "--checkpoint.every", "100", *more]
-    process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
+    process = tiny_run.started(*tiny_run.QERL, "train", "demo_long", *given)
     _, stderr = process.communicate(timeout=900)
     assert process.returncode == 0, stderr
     return [step["reward"] for step in read_lines(out / "metrics.jsonl")]

@@ -326,4 +326,4 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(package, give
     given = [each.format(my=tmp_path / "my.py") for each in given]
     # It is told before a model is fetched: an id of a hub that nobody has.
     out = ("--out", tmp_path / "run", "--model", "nobody/no-model")
-    assert run_without(package, "train", "demo", *given, *out) == f"qerl: {line}\n"
+    assert run_without(package, "train", "demo_long", *given, *out) == f"qerl: {line}\n"

@@ -2,15 +2,16 @@ import re
 
 import pytest
 
-from qerl.cli.arguments import check_options, option_names
+from qerl.cli.arguments import check_options
 from qerl.cli.foreign_options import FOREIGN
+from qerl.cli.help import options_of
 from qerl.cli.main import command
 from qerl.cli.sft import SftOptions
 from qerl.config import RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 
-SHORT = {"--model", "--task", "--reward", "--nproc-per-node"}
+SHORT = {"--model", "--task", "--reward", "--nproc-per-node", "--push-to-hub"}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_an_option_of_trl_or_vllm_is_answered_with_ours(option, ours):
 
 
 def test_every_answer_names_options_that_there_are():
-    known = {f"--{name}" for kind in (RunConfig, SftOptions) for name in option_names(kind)} | SHORT
+    known = {f"--{option.name}" for kind in (RunConfig, SftOptions) for option in options_of(kind)} | SHORT
     for option, answer in FOREIGN.items():
         named = set(re.findall(r"--[a-z][a-z0-9.-]*", answer))
         assert named <= known, option

@@ -84,7 +84,7 @@ def test_a_run_imports_neither_modelling_code_of_transformers_nor_torch_s_compil
     costly = {"transformers.activations", "transformers.modeling_utils", "torch._dynamo", "sympy"}
     code = f"import sys; from qerl.cli.main import main; main(); print({costly} & sys.modules.keys())"
     given = [*tiny_run.options(files, tmp_path / "run"), "--num-steps", "1"]
-    process = tiny_run.launched("-c", code, "train", "demo", *given)
+    process = tiny_run.launched("-c", code, "train", "demo_long", *given)
     assert process.communicate(timeout=120)[0].splitlines()[-1] == "set()"
 
 
@@ -95,10 +95,10 @@ def test_the_package_runs_as_a_module(monkeypatch, capsys):
 
 
 def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):
-    assert qerl(monkeypatch, "train", "--help") == 0
+    assert qerl(monkeypatch, "train", "--help-all") == 0
     shown = capsys.readouterr().out.splitlines()
     for name, recipe in RECIPES.items():
-        (line,) = [line for line in shown if line.split()[:1] == [name]]
+        (line,) = [line for line in shown if line.startswith(f"  {name} ")]
         assert line.split(maxsplit=1)[1] == recipe.__doc__ and len(line) <= 110
 
 
@@ -240,7 +240,7 @@ def test_an_unknown_option_suggests_the_near_one(monkeypatch, capsys):
 
 def test_an_unsupported_architecture_is_refused_with_the_supported_ones(monkeypatch, capsys, files, tmp_path):
     folder = copied(files, tmp_path, architectures=["UnknownForCausalLM"])
-    code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
+    code = qerl(monkeypatch, "train", "demo_long", *tiny_run.options(folder, tmp_path / "run"))
     assert_one_line(capsys, code, "UnknownForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -249,7 +249,7 @@ def test_a_truncated_checkpoint_is_named(monkeypatch, capsys, files, tmp_path, k
     folder = copied(files, tmp_path)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept_bytes])
-    code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
+    code = qerl(monkeypatch, "train", "demo_long", *tiny_run.options(folder, tmp_path / "run"))
     assert_one_line(capsys, code, "model.safetensors")
 
 
@@ -257,20 +257,20 @@ def test_a_header_that_lies_about_its_length_is_named(monkeypatch, capsys, files
     folder = copied(files, tmp_path)
     weights = folder / "model.safetensors"
     weights.write_bytes(struct.pack("<Q", 1 << 60) + weights.read_bytes()[8:])
-    code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
+    code = qerl(monkeypatch, "train", "demo_long", *tiny_run.options(folder, tmp_path / "run"))
     assert_one_line(capsys, code, "model.safetensors")
 
 
 def test_an_empty_data_set_is_named(monkeypatch, capsys, files, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     given = [*tiny_run.options(files, tmp_path / "run"), "--task.name", tmp_path / "empty.jsonl"]
-    assert_one_line(capsys, qerl(monkeypatch, "train", "demo", *given), "empty.jsonl")
+    assert_one_line(capsys, qerl(monkeypatch, "train", "demo_long", *given), "empty.jsonl")
 
 
 def test_a_file_without_a_readable_row_is_named_with_its_first_fault(monkeypatch, capsys, files, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\nprompt\nanswer\n")
     given = [*tiny_run.options(files, tmp_path / "run"), "--task.name", tmp_path / "rows.jsonl"]
-    code = qerl(monkeypatch, "train", "demo", *given)
+    code = qerl(monkeypatch, "train", "demo_long", *given)
     assert_one_line(capsys, code, "rows.jsonl: none of its 2 rows can be read (line 2: invalid JSON")
 
 
@@ -280,7 +280,7 @@ def test_a_rank_beyond_that_of_every_weight_is_refused_and_leaves_no_folder(
     given = [*tiny_run.options(files, tmp_path / "run"), "--adapter.rank", "100000"]
     (tmp_path / "run").mkdir()  # what was there stays
     for out in "run", "new/run":
-        code = qerl(monkeypatch, "train", "demo", *given, "--out", tmp_path / out)
+        code = qerl(monkeypatch, "train", "demo_long", *given, "--out", tmp_path / out)
         assert_one_line(capsys, code, "adapter.rank must be at most", "100000")
     assert list(tmp_path.rglob("*")) == [tmp_path / "run"]
 
@@ -288,7 +288,7 @@ def test_a_rank_beyond_that_of_every_weight_is_refused_and_leaves_no_folder(
 def test_a_missing_column_is_named_with_those_there(monkeypatch, capsys, files, tmp_path):
     given = [*tiny_run.options(files, tmp_path / "run"), "--task.prompt-column", "question"]
     given += ["--task.template", "{question}"]
-    assert_one_line(capsys, qerl(monkeypatch, "train", "demo", *given), "question", "prompt")
+    assert_one_line(capsys, qerl(monkeypatch, "train", "demo_long", *given), "question", "prompt")
 
 
 def test_training_on_rows_and_a_reward_of_ones_own_needs_no_recipe(monkeypatch, capsys, files, tmp_path):
@@ -342,7 +342,7 @@ def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsy
     for name in heads:
         given = [*tiny_run.options(folder, tmp_path / name), "--num-steps", "3", "--model.head-format", name]
         given += ["--noise.schedule", "none", "--evaluate.num-prompts", "0"]
-        assert qerl(monkeypatch, "train", "demo", *given) == 0
+        assert qerl(monkeypatch, "train", "demo_long", *given) == 0
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         mismatches[name] = [json.loads(line)["mismatch_max"] for line in lines]
         config = json.loads((tmp_path / name / "run.json").read_text())["config"]
@@ -359,7 +359,7 @@ def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsy
 def test_every_base_runs_the_same_loop(monkeypatch, capsys, wide, tmp_path, format, kind):
     out, chosen = tmp_path / "run", ["--model.format", format, "--adapter.kind", kind]
     given = [*tiny_run.options(wide, out), "--num-steps", "3", "--evaluate.num-prompts", "0", *chosen]
-    assert qerl(monkeypatch, "train", "demo", *given) == 0
+    assert qerl(monkeypatch, "train", "demo_long", *given) == 0
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all(row["mismatch_abs"] < 1e-5 for row in rows if row["sigma"] == 0)
     capsys.readouterr()
@@ -371,19 +371,19 @@ def test_every_base_runs_the_same_loop(monkeypatch, capsys, wide, tmp_path, form
 def test_full_fine_tuning_of_a_packed_model_is_one_line(monkeypatch, capsys, files, tmp_path):
     given = [*tiny_run.options(files, tmp_path / "run"), "--adapter.kind", "full"]
     assert_one_line(
-        capsys, qerl(monkeypatch, "train", "demo", *given), "adapter.kind", "model.format", "bf16"
+        capsys, qerl(monkeypatch, "train", "demo_long", *given), "adapter.kind", "model.format", "bf16"
     )
 
 
 def test_a_head_that_the_model_cannot_have_is_one_line(monkeypatch, capsys, files, tmp_path):
     given = [*tiny_run.options(files, tmp_path / "run"), "--model.head-format", "nvfp4"]
-    code = qerl(monkeypatch, "train", "demo", *given)
+    code = qerl(monkeypatch, "train", "demo_long", *given)
     assert_one_line(capsys, code, "model.head_format", "nvfp4", "multiple of 64", "272 tokens")
 
 
 def test_report_and_eval_take_a_run(monkeypatch, capsys, files, tmp_path):
     out = tmp_path / "run"
-    assert qerl(monkeypatch, "train", "demo", *tiny_run.options(files, out), "--num-steps", "3") == 0
+    assert qerl(monkeypatch, "train", "demo_long", *tiny_run.options(files, out), "--num-steps", "3") == 0
     trained = json.loads((out / "result.json").read_text())
     assert qerl(monkeypatch, "report", out, "--out", tmp_path / "page.html") == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
@@ -400,7 +400,7 @@ def test_quantize_writes_a_checkpoint_that_trains_as_it_is(monkeypatch, capsys, 
     tiny_run.write_task(tmp_path / "packed")
     for folder, out in ((files, tmp_path / "a"), (tmp_path / "packed", tmp_path / "b")):
         given = [*tiny_run.options(folder, out), "--num-steps", "2", "--evaluate.num-prompts", "0"]
-        assert qerl(monkeypatch, "train", "demo", *given) == 0
+        assert qerl(monkeypatch, "train", "demo_long", *given) == 0
     a, b = ((tmp_path / run / "samples.jsonl").read_text() for run in "ab")
     assert a == b
     said = [(tmp_path / run / "events.jsonl").read_text().count("KL to the float weights") for run in "ab"]
@@ -442,7 +442,7 @@ def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
     stops = "class Stops:\n def find_spec(self, name, *more):\n  if name == 'torch': sys.exit(7)\n"
     code = f"import sys\n{stops}sys.meta_path.insert(0, Stops())\nfrom qerl.cli.main import main\nmain()"
     commands = [
-        ["train", "demo", *tiny_run.options(files, tmp_path / "run")],
+        ["train", "demo_long", *tiny_run.options(files, tmp_path / "run")],
         *(["eval", "o/m", "gsm8k"], ["generate", "o/m", "hello"], ["quantize", "o/m", "out"]),
         ["plan", "gsm8k", "--gpu", "rtx-4090"],
     ]

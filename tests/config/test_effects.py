@@ -20,7 +20,14 @@ from qerl.config import (
     TaskConfig,
 )
 from qerl.config.conflicts import holding
-from qerl.config.effects import FACTS, NEEDS, RunFacts, effect_notices, settings_without_effect
+from qerl.config.effects import (
+    FACTS,
+    NEEDS,
+    RunFacts,
+    effect_notices,
+    settings_without_effect,
+    without_unused,
+)
 from qerl.config.recipes import RECIPES
 from qerl.errors import UserError
 
@@ -177,6 +184,31 @@ def test_a_field_is_named_exactly_if_its_condition_does_not_hold(name):
 def test_a_setting_without_effect_is_named_with_what_it_needs(config, line):
     (notice,) = effect_notices(config)
     assert notice.startswith("without effect: ") and line in notice
+
+
+def test_a_recipes_settings_that_a_replaced_task_leaves_without_effect_are_dropped():
+    recipe = RECIPES["demo"]()
+    task = dataclasses.replace(recipe.task, name="x.jsonl", gym="aiw", num_rows=7)
+    config = dataclasses.replace(recipe, task=task)
+    named = settings_without_effect(
+        without_unused(config, recipe, ["task.name", "task.gym", "task.num_rows"])
+    )
+    assert [line.split()[0] for line in named] == ["task.gym", "task.num_rows"]
+    assert without_unused(recipe, recipe, []) == recipe
+
+
+def test_a_recipes_setting_that_the_user_repeats_is_named():
+    recipe = RECIPES["demo_long"]()
+    config = dataclasses.replace(recipe, noise=dataclasses.replace(recipe.noise, schedule="none"))
+    (line,) = settings_without_effect(without_unused(config, recipe, ["noise.schedule", "noise.unit"]))
+    assert line.startswith("noise.unit relative ")
+
+
+def test_settings_that_are_checked_together_are_dropped_together():
+    recipe = RECIPES["gsm8k"]()
+    config = dataclasses.replace(recipe, agent=AgentConfig(function="a.py:f"))
+    task = without_unused(config, recipe, ["agent.function"]).task
+    assert (task.rewards, task.reward_weights) == (("numeric",), ())
 
 
 def test_settings_that_act_are_not_named():

@@ -51,7 +51,7 @@ def test_lora_of_a_model_under_3b_learns_at_5e_5_and_of_others_at_1e_5():
 
 def test_ones_own_rows_are_learned_without_noise_and_the_papers_with_it():
     assert plain().noise.schedule == "none"
-    assert RECIPES["gsm8k"]().noise.schedule == RECIPES["demo"]().noise.schedule == "exponential"
+    assert RECIPES["gsm8k"]().noise.schedule == RECIPES["demo_long"]().noise.schedule == "exponential"
 
 
 def test_as_many_samples_run_at_once_as_the_kernels_take():

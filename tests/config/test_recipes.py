@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import tiny_run
 from qerl import train
 from qerl.config import AlgoConfig, NoiseConfig, RunConfig, recipes
-from qerl.config.recipes import METHODS, RECIPES, big_math, dapo_math, demo, gsm8k
+from qerl.config.recipes import METHODS, RECIPES, big_math, dapo_math, demo, demo_long, gsm8k
 from qerl.tracking.json_lines import read_lines
 
 
@@ -79,27 +79,39 @@ def test_a_right_answer_is_right_with_or_without_its_tags():
         assert tagged < 1 <= correct
 
 
-def test_the_demo_takes_short_samples_and_large_steps():
+def test_the_demo_takes_short_samples_of_short_prompts_and_few_steps():
     config = demo()
     assert (config.model.path, config.model.format) == ("smollm2-135m-instruct", "nvfp4")
+    assert (config.num_prompts, config.num_generations, config.num_steps) == (16, 8, 24)
+    assert (config.sample.max_tokens, config.sample.stop, config.task.chat) == (6, ("\n",), "messages")
+    assert (config.learn.learning_rate, config.learn.lr_scheduler_type) == (5e-4, "cosine")
+    assert (config.evaluate.num_prompts, config.noise.schedule) == (128, "none")
+
+
+def test_the_long_demo_takes_chats_and_noise():
+    config = demo_long()
+    assert (config.model.path, config.model.format) == ("smollm2-135m-instruct", "nvfp4")
     assert (config.num_prompts, config.num_generations, config.num_steps) == (16, 8, 40)
-    assert (config.sample.max_tokens, config.sample.temperature) == (16, 1.0)
+    assert (config.sample.max_tokens, config.sample.temperature, config.task.chat) == (16, 1.0, "all")
     assert (config.learn.learning_rate, config.learn.lr_scheduler_type) == (5e-4, "cosine")
     assert (config.adapter.rank, len(config.adapter.target_modules)) == (32, 7)
     assert (config.algo.loss_type, config.algo.beta, config.noise.unit) == ("grpo", 0.0, "relative")
 
 
-def test_the_demos_problems_are_sums_of_two_numbers_up_to_a_hundred():
+@pytest.mark.parametrize(
+    ("recipe", "asked"),
+    [(demo, "The sum of {} is"), (demo_long, "What is {}? Answer with just the number.")],
+)
+def test_the_demos_problems_are_sums_of_two_numbers_up_to_a_hundred(recipe, asked):
     import reasoning_gym
 
-    task = demo().task
+    task = recipe().task
     problems = reasoning_gym.create_dataset(task.gym, seed=0, size=200, **dict(task.gym_options))
     for problem in (problems[i] for i in range(200)):
         left, right = problem["metadata"]["expression"].split(" + ")
         assert int(left) + int(right) == int(problem["answer"])
         assert min(int(left), int(right)) >= 0 and max(int(left), int(right)) <= 100
-        prompt = task.template.format_map(problem)
-        assert prompt == f"What is {left} + {right}? Answer with just the number."
+        assert task.template.format_map(problem) == asked.format(f"{left} + {right}")
 
 
 def test_every_value_of_a_method_has_a_recipe():
@@ -121,18 +133,18 @@ def test_every_value_of_a_method_has_a_recipe():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_differs_from_the_demo_by_itself_alone(name):
+def test_a_method_differs_from_the_long_demo_by_itself_alone(name):
     config = METHODS[name]()
-    assert config != demo() and config.out == f"runs/{name}"
+    assert config != demo_long() and config.out == f"runs/{name}"
     same = dataclasses.replace(
         config,
-        out=demo().out,
-        algo=demo().algo,
-        noise=demo().noise,
-        model=demo().model,
+        out=demo_long().out,
+        algo=demo_long().algo,
+        noise=demo_long().noise,
+        model=demo_long().model,
         learn=dataclasses.replace(config.learn, updates_per_step=1),
     )
-    assert same == demo()
+    assert same == demo_long()
 
 
 FIRST, *OTHERS = METHODS
@@ -168,5 +180,5 @@ def test_the_page_of_methods_has_every_value_and_recipe():
 
 def test_a_recipe_gives_a_new_equal_config_that_can_be_derived_from():
     longer = dataclasses.replace(demo(), num_steps=90)
-    assert (longer.num_steps, demo().num_steps) == (90, 40)
-    assert dataclasses.replace(longer, num_steps=40) == demo()
+    assert (longer.num_steps, demo().num_steps) == (90, 24)
+    assert dataclasses.replace(longer, num_steps=24) == demo()

@@ -2,7 +2,7 @@
 
 tests/data/stored_run is of commit 169ad83, in the folder of tiny_run.write_files("files"):
 
-    qerl train demo <tiny_run.options> --num-steps 4 --learn.optim adamw_8bit --checkpoint.keep 1
+    qerl train demo_long <tiny_run.options> --num-steps 4 --learn.optim adamw_8bit --checkpoint.keep 1
         --evaluate.every 2
 
 Its metrics, samples and config have the present names and checksums.

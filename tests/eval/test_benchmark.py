@@ -156,7 +156,7 @@ def test_what_is_there_is_not_done_again_and_other_settings_are_another_file(
 
 def train(monkeypatch, model, out, *more):
     given = [*tiny_run.options(model, out), "--num-steps", "2", "--evaluate.num-prompts", "0", *more]
-    monkeypatch.setattr("sys.argv", ["qerl", "train", "demo", *given])
+    monkeypatch.setattr("sys.argv", ["qerl", "train", "demo_long", *given])
     main.main()
 
 
@@ -205,7 +205,7 @@ def test_how_a_run_learned_does_not_keep_it_from_a_set(monkeypatch, capsys, mode
 def test_a_runs_results_lie_in_its_folder(monkeypatch, capsys, model, tmp_path):
     out = tmp_path / "run"
     monkeypatch.setattr(
-        "sys.argv", ["qerl", "train", "demo", *tiny_run.options(model, out), "--num-steps", "3"]
+        "sys.argv", ["qerl", "train", "demo_long", *tiny_run.options(model, out), "--num-steps", "3"]
     )
     main.main()
     place = f"math-500={write(tmp_path / 'math.jsonl', ROWS['math-500'])}"

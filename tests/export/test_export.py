@@ -326,7 +326,7 @@ def test_a_run_goes_on_from_an_exported_adapter(monkeypatch, capsys, tmp_path):
 
     def train(out, *more):
         given = [*tiny_run.options(files, tmp_path / out), "--num-steps", "3", "--json", *more]
-        assert qerl(monkeypatch, "train", "demo", *given) == 0
+        assert qerl(monkeypatch, "train", "demo_long", *given) == 0
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     first = train("first")
@@ -353,12 +353,14 @@ def test_training_continues_from_an_adapter_of_another_rank_alpha_and_targets(mo
     )
     given = [*tiny_run.options(files, tmp_path / "first"), "--num-steps", "3"]
     given = given[: given.index("--adapter.rank")] + given[given.index("--adapter.rank") + 2 :]
-    assert qerl(monkeypatch, "train", "demo", *given, *narrow, "--json") == 0
+    assert qerl(monkeypatch, "train", "demo_long", *given, *narrow, "--json") == 0
     first = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert qerl(monkeypatch, "export", tmp_path / "first", tmp_path / "adapter") == 0
     given[given.index("--out") + 1] = tmp_path / "second"
     capsys.readouterr()
-    assert qerl(monkeypatch, "train", "demo", "--init-adapter", tmp_path / "adapter", *given, "--json") == 0
+    assert (
+        qerl(monkeypatch, "train", "demo_long", "--init-adapter", tmp_path / "adapter", *given, "--json") == 0
+    )
     second = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (second["accuracy_before"], second["greedy_before"]) == (
         first["accuracy_after"],

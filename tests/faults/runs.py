@@ -70,7 +70,7 @@ class Run:
 def start(
     files: Path, out: Path, *more: str, first: Callable[[], object] = lambda: None, log: Path | None = None
 ) -> Run:
-    """`qerl train demo` on the tiny files, after first() in its process."""
+    """`qerl train demo_long` on the tiny files, after first() in its process."""
     return start_command(_training(files, out, *more), log or _log_of(out), first)
 
 
@@ -89,7 +89,7 @@ def finish(files: Path, out: Path, *more: str) -> str:
 
 
 def _training(files: Path, out: Path, *more: str) -> list[str]:
-    return ["train", "demo", *tiny_run.options(files, out), *more]
+    return ["train", "demo_long", *tiny_run.options(files, out), *more]
 
 
 def _log_of(out: Path) -> Path:

@@ -166,7 +166,7 @@ NAMES = {
 @pytest.mark.parametrize("kind", NAMES)
 def test_folders_of_any_name_are_trained_tuned_evaluated_and_exported(files, run, results, tmp_path, kind):
     name = NAMES[kind]
-    train = ["train", "demo", *tiny_run.options(files, tmp_path / "t" / name), "--num-steps", "1"]
+    train = ["train", "demo_long", *tiny_run.options(files, tmp_path / "t" / name), "--num-steps", "1"]
     for number, given in enumerate(
         [
             train,

@@ -130,6 +130,14 @@ def test_a_folder_a_fifo_or_a_device_in_place_of_a_file_is_a_notice(tmp_path, na
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "endless"])
+def test_a_folder_a_fifo_or_a_device_in_place_of_held_out_answers_is_one_line(tmp_path, kind):
+    run_of(tmp_path, {"step": 0, **STEP})
+    replace(tmp_path / "held_out.jsonl", kind)
+    with pytest.raises(UserError, match=r"held_out\.jsonl: cannot be read: not a regular file$"):
+        write_report([tmp_path], tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "endless"])
 def test_a_folder_a_fifo_or_a_device_in_place_of_samples_is_one_line(tmp_path, kind):
     run_of(tmp_path, {"step": 0, **STEP})
     live = LivePage([RunFollower(tmp_path, "run")])

@@ -37,7 +37,7 @@ def files(tmp_path_factory):
 
 def start(files, out, *more, script="qerl"):
     given = (*tiny_run.options(files, out), "--model.device", "cpu", *more)
-    return StartedRanks(2, str(files / script), "train", "demo", *given)
+    return StartedRanks(2, str(files / script), "train", "demo_long", *given)
 
 
 def finish(files, out, *more):

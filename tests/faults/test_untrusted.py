@@ -123,7 +123,7 @@ LINE = RECORD | ROWS.map(lambda row: checked_line(json.dumps({"step": 0, **row})
 @given(st.lists(LINE, max_size=4), st.lists(RECORD, min_size=3, max_size=3))
 def test_a_report_takes_any_bytes_in_a_runs_files(lines, objects):
     with folder() as place:
-        for name in ("metrics", "samples"):
+        for name in ("metrics", "samples", "held_out"):
             (Path(place) / f"{name}.jsonl").write_bytes(b"\n".join(lines))
         for name, content in zip(("run", "result", "evaluations"), objects, strict=True):
             (Path(place) / f"{name}.json").write_bytes(content)

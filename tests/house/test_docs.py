@@ -63,6 +63,7 @@ SHORT = {
     "init_adapter",
     "as",
     "help",
+    "help_all",
     "debug",
 }
 MAX_WORDS = 36_900  # of all pages of the site

@@ -155,7 +155,9 @@ def tried(name: str, folder: Path) -> str:
     kept = io.StringIO()
     try:
         with contextlib.redirect_stdout(kept), contextlib.redirect_stderr(kept):
-            command(["train", "demo", *tiny_run.options(folder, folder / "run"), "--noise.schedule", "none"])
+            command(
+                ["train", "demo_long", *tiny_run.options(folder, folder / "run"), "--noise.schedule", "none"]
+            )
             backend = backend_of(ModelConfig(path=str(folder)))
     except (UserError, RunError) as error:
         return f"{type(model).__name__}: refused: {error}"

@@ -46,7 +46,7 @@ def test_a_prompt_is_answered_on_stdout_and_stdin_is_a_prompt_too(files, capsys,
 
 def test_a_run_answers_with_what_it_learned(files, tmp_path, capsys):
     run = tmp_path / "run"
-    main.command(["train", "demo", *tiny_run.options(files, run), "--learn.learning-rate", "1"])
+    main.command(["train", "demo_long", *tiny_run.options(files, run), "--learn.learning-rate", "1"])
     capsys.readouterr()
     said = []
     for given in ([], ["--no-with-adapter"]):
@@ -56,6 +56,35 @@ def test_a_run_answers_with_what_it_learned(files, tmp_path, capsys):
         ["generate", str(files), "hello", "--model.dtype", "fp32", "--seed", "0", "--max-tokens", "30"]
     )
     assert said[0] != said[1] == capsys.readouterr().out
+
+
+def test_a_run_on_plain_texts_continues_the_prompt_as_it_was_trained_to(files, tmp_path, capsys):
+    run, given = tmp_path / "run", ["--seed", "0", "--max-tokens", "30"]
+    plain = ["--task.chat", "messages", "--sample.stop", "w", "--num-steps", "1"]
+    main.command(["train", "demo", *tiny_run.options(files, run), *plain])
+    capsys.readouterr()
+    main.command(["generate", str(run), "1 + 2 =", *given, "--no-with-adapter"])
+    said = capsys.readouterr().out
+    model = ["generate", str(files), "1 + 2 =", *given, "--model.dtype", "fp32"]
+    main.command([*model, "--no-chat", "--stop", "w"])
+    assert capsys.readouterr().out == said and "w" not in said
+    main.command([*model, "--no-chat"])
+    longer = capsys.readouterr().out
+    assert longer.startswith(said.removesuffix("\n")) and len(longer) > len(said)
+    main.command(model)
+    assert capsys.readouterr().out != longer
+
+
+def test_without_the_chat_template_texts_are_apart(model):
+    chat = Chat(model, GenerateOptions(seed=1, max_tokens=4, chat=False), io.StringIO())
+    asked = []
+    chat._sample = lambda tokens_T, stop, sample=chat._sample: (
+        asked.append(tokens_T) or sample(tokens_T, stop)
+    )
+    for _ in range(2):
+        chat.answer("hello")
+    plain = model.engine.tokenizer("hello")["input_ids"]
+    assert asked == [plain, plain]
 
 
 def test_an_answer_that_cannot_have_its_tokens_is_told_once(model, capsys):

@@ -196,7 +196,7 @@ def test_a_run_with_a_judge_keeps_the_key_to_itself(endpoint, tmp_path, monkeypa
         "cache": tmp_path / "cache",
     }
     more = [part for name, value in judge.items() for part in (f"--task.judge.{name}", str(value))]
-    command(["train", "demo", *given, *more, "--num-steps", "1"])
+    command(["train", "demo_long", *given, *more, "--num-steps", "1"])
     assert set(endpoint.keys) == {"Bearer very-private-word"}
     step = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert step["reward"] == pytest.approx(11 / 20) and step["num_failed_rewards"] == 0

@@ -13,6 +13,7 @@ from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool, Task
 from qerl.tasks.reward import format_failures, imported
+from qerl.tasks.reward_means import reward_means
 from qerl.types import Group
 
 
@@ -136,6 +137,37 @@ def test_several_built_in_rewards_are_weighted(pool):
     one = pool(rewards=("numeric", "tags"), reward_weights=(1.0, 0.25))
     texts = "<think>a</think><answer>7</answer>", "7", "<think>7</think><answer>8</answer>"
     assert one.score([group(*texts, answer="7")]) == [[1.25, 1.0, 0.25]]
+
+
+def test_each_of_several_rewards_has_a_mean_before_its_weight_until_it_is_taken(pool):
+    one = pool(rewards=("numeric", "tags"), reward_weights=(1.0, 0.25))
+    texts = "<think>a</think><answer>7</answer>", "7", "<think>7</think><answer>8</answer>", "8"
+    one.score([group(*texts, answer="7")])
+    assert one.take_means() == {"rewards/numeric/mean": 0.5, "rewards/tags/mean": 0.5}
+    assert one.take_means() == {}
+    one.score([group("7", answer="7")])
+    assert one.take_means() == {"rewards/numeric/mean": 1.0, "rewards/tags/mean": 0.0}
+
+
+def test_failures_and_abstentions_have_no_share_in_a_mean_and_two_names_are_told_apart(pool):
+    one = pool(lambda completions: [float(completions[0])], lambda completions: [None], by_name)
+    one.score([group("2", "x", "4")])
+    assert one.take_means() == {"rewards/<lambda>/mean": 3.0, "rewards/by_name/mean": 1.0}
+    two = pool(lambda completions: [1.0], lambda completions: [2.0])
+    two.score([group("a")])
+    assert two.take_means() == {"rewards/<lambda>/mean": 1.0, "rewards/<lambda>_2/mean": 2.0}
+
+
+def test_one_reward_alone_has_no_mean_beside_the_reward(pool):
+    one = pool()
+    one.score([group("7", answer="7")])
+    assert one.take_means() == {}
+
+
+def test_the_means_of_ranks_are_those_of_all_samples():
+    ranks = [{"a": (2.0, 4), "b": (1.0, 1)}, {"a": (6.0, 4), "b": (0.0, 0)}]
+    assert reward_means(ranks) == {"rewards/a/mean": 1.0, "rewards/b/mean": 1.0}
+    assert reward_means([]) == reward_means([{"a": (1.0, 1)}]) == {}
 
 
 def test_math_runs_in_a_worker_and_is_killed_when_it_does_not_end(pool):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.tasks.scoring import Failure, missing_arguments, reward_arguments, score
+from qerl.tasks.scoring import Failure, missing_arguments, reward_arguments, values_of, weighted_sum
 
 PLAIN = reward_arguments("What is 1 + 2?", "It is 3", [73, 116], {"answer": "3", "level": 2})
 TALK = reward_arguments(
@@ -14,6 +14,11 @@ TALK = reward_arguments(
     [60, 116],
     {"answer": "3"},
 )
+
+
+def score(functions, weights, call):
+    values = values_of(functions, call)
+    return values if isinstance(values, Failure) else weighted_sum(values, weights)
 
 
 def scored(function, call=PLAIN):

@@ -2,6 +2,7 @@
 
 import io
 import math
+import time
 
 import pytest
 from rich.console import Console
@@ -62,8 +63,28 @@ def test_a_held_out_reward_is_shown_unless_it_is_the_accuracy():
 
 def test_a_line_is_one_line_however_narrow_the_file():
     console = Console(file=io.StringIO(), width=20)
-    PlainDisplay(console, 30, "").finished(2, METRICS, "sample")
-    assert console.file.getvalue().count("\n") == 1 and "left 4:30" in console.file.getvalue()
+    PlainDisplay(console, 3, "").finished(2, METRICS, "sample")
+    assert console.file.getvalue().count("\n") == 1 and "left 0:00" in console.file.getvalue()
+
+
+def test_the_first_step_says_how_long_the_run_takes_with_its_last_evaluation(monkeypatch):
+    console, seconds = Console(file=io.StringIO()), iter((5.0, 36.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    display = PlainDisplay(console, 4, "")
+    display.end_s = 9.0
+    for step in range(2):
+        display.finished(step, METRICS, "sample")
+    first, total, second = console.file.getvalue().splitlines()
+    assert first.endswith("left 0:39") and second.endswith("left 0:29")
+    assert total == "about 1:10 in all, by the speed of this step"
+
+
+def test_a_resumed_run_shows_the_time_left_alone():
+    console = Console(file=io.StringIO())
+    display = PlainDisplay(console, 30, "")
+    display.restore([METRICS])
+    display.finished(2, METRICS, "sample")
+    assert "in all" not in console.file.getvalue()
 
 
 def test_the_time_left_follows_the_last_20_steps():

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl.config import CheckpointConfig, LearnConfig, RolloutConfig, RunConfig, TaskConfig
+from qerl.config import AdapterConfig, CheckpointConfig, LearnConfig, RolloutConfig, RunConfig, TaskConfig
 from qerl.errors import RunError, StoppedAtOnce, UserError
 from qerl.tracking import Journal, is_timing
 from qerl.types import Group, Prompt, Sample
@@ -573,3 +573,63 @@ def test_a_start_that_fails_leaves_no_lock(tmp_path):
     (tmp_path / "metrics.jsonl").rmdir()
     with open_journal(tmp_path):
         assert records(tmp_path) == []
+
+
+def answered(text, reward):
+    """Held-out answers of both kinds; the groups' own rewards are not those."""
+    return {kind: ([group(0, text=text)], [[reward, 0.0]]) for kind in ("sampled", "greedy")}
+
+
+def test_answers_to_held_out_problems_are_recorded_with_their_rewards(tmp_path):
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig(loggers=()))
+        journal.held_out(0, answered("a", 0.25))
+        many = [group(0)] * 100
+        journal.held_out(6, {"greedy": (many, [[1.0, 0.0]] * 100)})
+    lines = records(tmp_path, "held_out")
+    first = {"step": 0, "kind": "sampled", "prompt": "1 + 2?", "text": "a", "answer": "3", "reward": 0.25}
+    assert first.items() <= lines[0].items() and lines[1]["reward"] == 0.0
+    assert [line["kind"] for line in lines[:4]] == ["sampled"] * 2 + ["greedy"] * 2
+    assert len(lines) == 4 + 2 * 64  # of the first 64 problems
+
+
+@pytest.mark.parametrize(("next_step", "steps"), [(4, [0, 2, 4]), (3, [0, 2]), (1, [0])])
+def test_a_resumed_run_has_the_answers_that_the_steps_left_have_given(tmp_path, next_step, steps):
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig(loggers=()))
+        for step in (0, 2, 4, 6):
+            journal.held_out(step, answered("a", 1.0))
+        take_steps(journal, 0, NUM_STEPS)
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig(loggers=()))
+        journal.resume(next_step)
+    assert sorted({line["step"] for line in records(tmp_path, "held_out")}) == steps
+
+
+def test_a_run_that_starts_anew_with_another_config_has_no_answers_of_the_former(tmp_path):
+    for rank, num_lines in ((8, 4), (8, 4), (16, 0)):
+        with open_journal(tmp_path) as journal:
+            journal.start(RunConfig(loggers=(), adapter=AdapterConfig(rank=rank)))
+            journal.resume(0)
+            assert (
+                not (tmp_path / "held_out.jsonl").exists() or len(records(tmp_path, "held_out")) == num_lines
+            )
+            if rank == 8 and not (tmp_path / "held_out.jsonl").exists():
+                journal.held_out(0, answered("a", 1.0))
+
+
+def test_a_damaged_answer_does_not_stop_a_run_that_resumes(tmp_path):
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig(loggers=()))
+        for step in (0, 2, 4):
+            journal.held_out(step, answered("a", 1.0))
+        take_steps(journal, 0, NUM_STEPS)
+    path = tmp_path / "held_out.jsonl"
+    content = path.read_bytes()
+    for damaged in (content.replace(b'"step": 2', b'"step": 9', 1), content[:-7], b""):
+        path.write_bytes(damaged)
+        with open_journal(tmp_path) as journal:
+            journal.start(RunConfig(loggers=()))
+            journal.resume(4)
+            journal.held_out(6, answered("a", 1.0))
+        assert records(tmp_path, "held_out")[-1]["step"] == 6

@@ -123,8 +123,10 @@ def followed(folder):
 
 
 def test_watch_and_report_read_compressed_samples(tmp_path):
-    followed(tmp_path)
+    follower = followed(tmp_path)
     assert names(tmp_path) == ["000000-000001", "000002-000003"]
+    (prompt,) = {group["prompt_index"] for group in follower.groups(4)}
+    assert [group["step"] for group in follower.groups_of(prompt)] == list(range(5))
     run = read_run(tmp_path, "run", max_samples=9)
     assert [group["step"] for group in run.groups] == [0, 1, 2, 3, 4] and not run.notices
     assert read_run(tmp_path, "run", max_samples=2).coverage

@@ -42,7 +42,7 @@ def test_eval_imports_no_code_that_a_strangers_run_names(tmp_path, capsys):
     main.command(
         [
             "train",
-            "demo",
+            "demo_long",
             *options,
             "--num-steps",
             "1",

@@ -147,7 +147,7 @@ def test_a_run_learns_from_its_base_models_scores(tmp_path):
     settings = [text for name, value in judge.items() for text in (f"--task.judge.{name}", value)]
     short = ("--num-steps", "2", "--evaluate.num-prompts", "0")
     process = tiny_run.started(
-        *tiny_run.QERL, "train", "demo", *given, "--reward", "judge", *settings, *short
+        *tiny_run.QERL, "train", "demo_long", *given, "--reward", "judge", *settings, *short
     )
     _, stderr = process.communicate(timeout=200)
     assert process.returncode == 0, stderr

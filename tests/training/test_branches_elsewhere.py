@@ -100,7 +100,7 @@ def start(files, out, *more, num_ranks=1):
     if "--agent" in more:
         at = options.index("--task.rewards")
         del options[at : at + 2]
-    arguments = (*tiny_run.QERL, "train", "demo", *options, "--model.device", "cpu", *more)
+    arguments = (*tiny_run.QERL, "train", "demo_long", *options, "--model.device", "cpu", *more)
     if num_ranks == 1:
         return tiny_run.started(*arguments, environment=OF_A_RUN)
     return StartedRanks(num_ranks, *arguments)

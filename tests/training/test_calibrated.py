@@ -51,7 +51,7 @@ def merged(tmp_path_factory):
     with_larger_weights(files / "model.safetensors")
     given = [part for name, value in TRAINING.items() for part in (f"--{name}", str(value))]
     given = [*tiny_run.options(files, files / "run"), *given]
-    process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
+    process = tiny_run.started(*tiny_run.QERL, "train", "demo_long", *given)
     assert process.communicate(timeout=120) and process.returncode == 0
     config = read_run_config(str(files / "run"))
     export(config, ExportOptions(run=files / "run", out=files / "merged", form="merged"))
@@ -221,7 +221,7 @@ def test_a_run_trains_its_calibrated_base_and_is_evaluated_over_it(merged):
     files, out = path.parent, path.parent / "run of merged"
     given = [*tiny_run.options(files, out), "--model.path", str(path), "--model.calibrate", "gptq"]
     for _ in range(2):  # the second takes base as it is
-        process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given, "--num-steps", "2")
+        process = tiny_run.started(*tiny_run.QERL, "train", "demo_long", *given, "--num-steps", "2")
         _, stderr = process.communicate(timeout=120)
         assert process.returncode == 0, stderr
     said = [json.loads(line)["text"] for line in (out / "events.jsonl").read_text().splitlines()]

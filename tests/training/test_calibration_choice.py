@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
 
 def finish(files, out, *more):
     given = [*tiny_run.options(files, out), "--model.calibrate", "auto", "--num-steps", "2", *more]
-    process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
+    process = tiny_run.started(*tiny_run.QERL, "train", "demo_long", *given)
     _, stderr = process.communicate(timeout=120)
     texts = [json.loads(line)["text"] for line in (out / "events.jsonl").read_text().splitlines()]
     return process.returncode, stderr, [text for text in texts if "model.calibrate auto" in text]

@@ -54,7 +54,7 @@ def finish(files, *more):
     main.command(
         [
             "train",
-            "demo",
+            "demo_long",
             *tiny_run.options(files, files / "run"),
             "--num-steps",
             "2",

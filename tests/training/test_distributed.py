@@ -75,7 +75,7 @@ def files(tmp_path_factory):
 
 def command(files, out, *more, script="qerl"):
     given = (*tiny_run.options(files, out), "--model.device", "cpu", *more)
-    return (str(files / script), "train", "demo", *given)
+    return (str(files / script), "train", "demo_long", *given)
 
 
 def start(files, out, *more, num_ranks=2, script="qerl"):

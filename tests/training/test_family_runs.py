@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 from models.family_rows import ROWS, oracle
 from qerl.config import EngineConfig, LearnConfig, ModelConfig, NoiseConfig, SampleConfig, TaskConfig
-from qerl.config.recipes import demo
+from qerl.config.recipes import demo_long
 from qerl.tracking.json_lines import read_lines
 from qerl.training.observer import NullObserver
 from qerl.training.session import train
@@ -47,7 +47,7 @@ def files(tmp_path_factory):
 
 def config_of(files, family, out, num_steps):
     oracle(family, vocab_size=272).save_pretrained(files)
-    base = demo()
+    base = demo_long()
     return dataclasses.replace(
         base,
         out=str(out),

@@ -38,7 +38,7 @@ def files(tmp_path_factory):
 
 def finish(files, out, *more):
     given = [*tiny_run.options(files, out), "--num-steps", "2", "--json", *more]
-    process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
+    process = tiny_run.started(*tiny_run.QERL, "train", "demo_long", *given)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     return json.loads(stdout.splitlines()[-1])
@@ -175,7 +175,7 @@ def test_a_quantized_checkpoint_is_refused_by_name(files, tmp_path):
     given = tiny_run.options(files, tmp_path / "run")
     given[given.index("--model.path") + 1] = str(tmp_path / "packed")
     with pytest.raises(UserError, match=r"evaluate\.float: .*packed is quantized already \(.*\) and has no"):
-        command(["train", "demo", *given, "--evaluate.float"])
+        command(["train", "demo_long", *given, "--evaluate.float"])
 
 
 def test_the_plan_counts_the_float_model():

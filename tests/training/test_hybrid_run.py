@@ -55,7 +55,9 @@ def start(files, out):
     more = ("--num-steps", "3", "--checkpoint.every", "1", "--learn.gradient-checkpointing", "layer")
     more = (*more, "--noise.noise-in", "both")
     targets = ("--adapter.target-modules", *TARGETS)
-    return tiny_run.started(*tiny_run.QERL, "train", "demo", *tiny_run.options(files, out), *more, *targets)
+    return tiny_run.started(
+        *tiny_run.QERL, "train", "demo_long", *tiny_run.options(files, out), *more, *targets
+    )
 
 
 def finish(files, out):

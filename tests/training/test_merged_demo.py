@@ -1,4 +1,4 @@
-"""The demo's own model, merged and loaded in NVFP4, keeps 0.9 of its accuracy by model.calibrate.
+"""The long demo's own model, merged and loaded in NVFP4, keeps 0.9 of its accuracy by model.calibrate.
 
 About five minutes on a GPU, half an hour on two CPU cores. test_calibrated.py holds the same of a tiny model.
 """
@@ -15,7 +15,7 @@ from qerl.cli.main import command
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="half an hour without a GPU")
 def test_the_merged_demo_keeps_nine_tenths_of_its_accuracy_by_calibration(smollm2, tmp_path, capsys):
     def accuracy(out, *options):
-        command(["train", "demo", "--out", str(tmp_path / out), "--json", *options])
+        command(["train", "demo_long", "--out", str(tmp_path / out), "--json", *options])
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         return result["accuracy_before"], result["accuracy_after"]
 

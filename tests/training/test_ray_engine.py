@@ -101,7 +101,7 @@ def lose_second_sampler(process, files, out):
 
 def start(files, out, *more):
     given = [*tiny_run.options(files, out), "--model.device", "cpu", *more]
-    return tiny_run.started(*tiny_run.QERL, "train", "demo", *given, environment=OF_A_RUN)
+    return tiny_run.started(*tiny_run.QERL, "train", "demo_long", *given, environment=OF_A_RUN)
 
 
 def finish(files, out, *more):

@@ -37,11 +37,11 @@ def files(tmp_path_factory):
     return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
-def start(files, out, *more, recipe="demo"):
+def start(files, out, *more, recipe="demo_long"):
     return tiny_run.started(*tiny_run.QERL, "train", recipe, *tiny_run.options(files, out), *more)
 
 
-def finish(files, out, *more, recipe="demo"):
+def finish(files, out, *more, recipe="demo_long"):
     process = start(files, out, *more, recipe=recipe)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
@@ -68,6 +68,7 @@ def assert_same_run(a, b):
     assert metrics(a) == metrics(b)
     assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
     assert (a / "evaluations.json").read_text() == (b / "evaluations.json").read_text()
+    assert (a / "held_out.jsonl").read_text() == (b / "held_out.jsonl").read_text()
     ours, theirs = adapter(a), adapter(b)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
@@ -314,7 +315,7 @@ main()
 """
     (tmp_path / "told.py").write_text(code)
     options = tiny_run.options(files, tmp_path / "run")
-    process = tiny_run.started(str(tmp_path / "told.py"), "train", "demo", *options)
+    process = tiny_run.started(str(tmp_path / "told.py"), "train", "demo_long", *options)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert stdout.count("compiled 2 kernels in 1.3 s, 1 were in the disk cache; the run waited 0.5 s") == 1
@@ -359,7 +360,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
     )
     (script := tmp_path / "limited").write_text(code)
     more = (*tiny_run.options(files, out), "--checkpoint.every", "1")
-    process = tiny_run.started(str(script), "train", "demo", *more)
+    process = tiny_run.started(str(script), "train", "demo_long", *more)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1 and "cannot write the checkpoint" in stderr
     assert "Traceback" not in stderr
@@ -380,6 +381,15 @@ def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(per, d
     assert [step["noise_draws"] for step in both] == [draws * (step["sigma"] > 0) for step in both]
 
 
+def test_a_step_has_the_mean_of_each_of_several_rewards_and_not_those_of_its_evaluation(files, tmp_path):
+    given = ["--task.rewards", f"{files / 'even.py'}:even", "numeric", "--task.reward-weights", "1", "0.5"]
+    given += ["--num-steps", "2", "--evaluate.every", "1", "--noise.num-stages", "2"]
+    finish(files, tmp_path / "run", *given)
+    for step in metrics(tmp_path / "run"):
+        means = step["rewards/even/mean"], step["rewards/numeric/mean"]
+        assert means[0] + 0.5 * means[1] == pytest.approx(step["reward"])
+
+
 def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     """The README's own example ended with accuracy 0.0."""
     (files / "size.py").write_text(
@@ -394,6 +404,10 @@ def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     assert -5 <= figures["before"]["reward"] < 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["reward_after"] == figures["after"]["reward"]
+    answers = list(read_lines(tmp_path / "run" / "held_out.jsonl"))
+    assert {line["step"] for line in answers} == {0, 1, 2}
+    greedy = [line["reward"] for line in answers if (line["step"], line["kind"]) == (0, "greedy")]
+    assert sum(greedy) / len(greedy) == pytest.approx(figures["before"]["greedy_reward"])
     steps = metrics(tmp_path / "run")
     assert steps[-1]["eval_reward"] == figures["after"]["reward"] and "accuracy" not in stdout
     assert steps[-1]["eval_reward_error"] == figures["after"]["reward_error"]

@@ -85,7 +85,7 @@ def unread(reads):
 
 def test_a_tiny_run_reads_every_setting_that_has_no_condition(tmp_path, reads):
     files = tiny_run.write_files(tmp_path)
-    command(["train", "demo", *tiny_run.options(files, tmp_path / "run"), "--num-steps", "2"])
+    command(["train", "demo_long", *tiny_run.options(files, tmp_path / "run"), "--num-steps", "2"])
     assert unread(reads) == ELSEWHERE.keys() | REFUSED
 
 

@@ -238,7 +238,7 @@ def test_what_was_compiled_to_sample_is_said_once(files, tmp_path, monkeypatch, 
 def test_reinforcement_learning_goes_on_from_it(files, unbroken, tmp_path, capsys):
     start = unbroken / "checkpoints" / f"step-{STEPS:06d}"
     more = "--init-adapter", str(unbroken), "--num-steps", "1", "--evaluate.num-prompts", "0"
-    command(["train", "demo", *tiny_run.options(files, tmp_path), *more, "--noise.schedule", "none"])
+    command(["train", "demo_long", *tiny_run.options(files, tmp_path), *more, "--noise.schedule", "none"])
     config = json.loads((tmp_path / "run.json").read_text())["config"]
     assert config["adapter"]["init_from"] == str(start) and config["sft"]["data"] == ""
 

@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 def train(folder, out, family, *options):
     given = [*tiny_run.options(folder, out), "--num-steps", "3", "--model.format", "bf16", *NOISE[family]]
-    call("train", "demo", *given, *options)
+    call("train", "demo_long", *given, *options)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -111,6 +111,6 @@ def test_sft_eval_and_generate_take_the_model(folder, capsys):
 def test_what_it_cannot_do_is_refused_in_one_line(folder, capsys, options, said):
     oracle("GPTNeoX").save_pretrained(folder)
     with pytest.raises(SystemExit):
-        call("train", "demo", *tiny_run.options(folder, folder / "run"), *options)
+        call("train", "demo_long", *tiny_run.options(folder, folder / "run"), *options)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qerl:")]
     assert said in line

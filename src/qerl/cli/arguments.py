@@ -1,7 +1,6 @@
 """Parse the arguments of a command: names first, then the options of a dataclass."""
 
 import contextlib
-import dataclasses
 import difflib
 import importlib.util
 import io
@@ -9,12 +8,13 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Iterable
+from typing import Any, TextIO, TypeVar
 
 import tyro
 
 from qerl.cli.foreign_options import foreign_hint
+from qerl.cli.help import ALL, FLAGS, Help, help_text, options_of
 from qerl.config.task import ROW_FILES
 from qerl.errors import UserError, did_you_mean, redact, require
 
@@ -30,18 +30,22 @@ def parse_options(
     arguments: list[str],
     command: str,
     default: Options | None = None,
-    description: str | None = None,
+    help: Help | str | None = None,
     program: str = "qerl",
 ) -> Options:
-    """Return the options; print help, with the description, and exit if --help is among the arguments.
+    """Return the options; print help and exit if --help or --help-all is among the arguments.
     Raise UserError with one line, made of what tyro says, for a mistake."""
     check_options(kind, arguments)
+    prog = f"{program} {command}"
+    if not {*FLAGS}.isdisjoint(arguments):
+        help = help if isinstance(help, Help) else Help(help or "")
+        print(help_text(kind, default, prog, help, shows_all=ALL in arguments))
+        raise SystemExit(0)
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            prog = f"{program} {command}"
-            options = tyro.cli(kind, **defaults, args=arguments, prog=prog, description=description)
+            options = tyro.cli(kind, **defaults, args=arguments, prog=prog, add_help=False)
     except SystemExit as stop:
         if stop.code == 2:
             text = _one_line(said.getvalue())
@@ -78,16 +82,16 @@ def split_names(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def wants_help(arguments: list[str]) -> bool:
-    """True if the command has no argument before --help."""
-    return arguments[:1] in (["-h"], ["--help"])
+    """True if the command has no argument before --help or --help-all."""
+    return arguments[:1] in [[flag] for flag in FLAGS]
 
 
 def names_or_help(
-    kind: type, arguments: list[str], usage: str, description: str | None
+    kind: type, arguments: list[str], usage: str, help: Help | str | None
 ) -> tuple[list[str], list[str]]:
     """Return the arguments before the first option, and the rest; print help and exit if it comes first."""
     if wants_help(arguments):
-        parse_options(kind, arguments, usage, description=description)
+        parse_options(kind, arguments, usage, help=help)
     return split_names(arguments)
 
 
@@ -130,6 +134,11 @@ def names_of(options: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def fields_of(options: Iterable[str]) -> list[str]:
+    """Return the fields that the options set: ["task.name"]."""
+    return [name.removeprefix("--").replace("-", "_") for name in names_of(options)]
+
+
 def check_known(name: str, known: Iterable[str], kind: str) -> str:
     """Return the name; raise UserError with the nearest known names if it is unknown."""
     names = list(known)
@@ -157,7 +166,7 @@ def task_label(options: list[str]) -> str:
 
 def check_options(kind: type, arguments: Iterable[str]) -> None:
     """Raise UserError with the nearest options for one that the dataclass does not have."""
-    known = {f"--{name}" for name in option_names(kind)} | {"--help"}
+    known = {f"--{option.name}" for option in options_of(kind)} | {"--help", ALL}
     for argument in arguments:
         option = argument.partition("=")[0].replace("_", "-")
         if option.startswith("--") and " " not in option and not option.startswith("--tyro-"):
@@ -170,21 +179,6 @@ def check_options(kind: type, arguments: Iterable[str]) -> None:
                     f"; did you mean {' or '.join(nearest)}?" if nearest else "; --help lists them"
                 )
                 raise UserError(f"unknown option {option}{hint}")
-
-
-def option_names(kind: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of a dataclass's options as tyro has them: learn.learning-rate."""
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            hint, *extras = get_args(hint)
-            if tyro.conf.Suppress in extras:
-                continue
-            name = next((n for each in extras if (n := getattr(each, "name", None)) is not None), name)
-        name = prefix + name.replace("_", "-")
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield from option_names(hint, f"{name}." if name else "")
-        else:
-            yield name
 
 
 def nearest_options(option: str, known: list[str]) -> list[str]:

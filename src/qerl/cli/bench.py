@@ -45,5 +45,5 @@ def run(arguments: list[str]) -> None:
     require(len(names) == 1, f"bench needs one benchmark: qerl bench {' | '.join(BENCHMARKS)}")
     name = check_known(names[0], BENCHMARKS, "benchmark")
     kind, description = BENCHMARKS[name]
-    options = parse_options(kind, arguments, f"bench {name}", description=description)
+    options = parse_options(kind, arguments, f"bench {name}", help=description)
     importlib.import_module(f"qerl.bench.{name}").bench(options)

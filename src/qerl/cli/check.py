@@ -9,9 +9,11 @@ from typing import Annotated
 
 import tyro
 
-from qerl.cli.arguments import announce, expand, names_of, names_or_help, parse_options
-from qerl.cli.train import SHORT, check_asked, read_recipe, with_rate
+from qerl.cli.arguments import announce, expand, fields_of, names_of, names_or_help, parse_options
+from qerl.cli.help import Help
+from qerl.cli.train import COMMON, SHORT, check_asked, read_recipe, with_rate
 from qerl.config import RunConfig
+from qerl.config.effects import without_unused
 from qerl.errors import RunError, UserError
 
 DESCRIPTION = f"""{__doc__}
@@ -23,6 +25,15 @@ DESCRIPTION = f"""{__doc__}
 
 RECIPE and all options but --speed and --json are those of `qerl train`. Nothing is written. If a part that
 the run needs is broken, the exit code is 1 and the last line says what to do."""
+HELP = Help(
+    DESCRIPTION,
+    {
+        "--speed": "also sample for about ten seconds",
+        **{name: text for name, text in COMMON.items() if name != "--json"},
+        "--json": "print one JSON object instead of lines",
+    },
+    SHORT,
+)
 _MACHINE = ["python", "device", "kernels", "sandbox"]
 _MODEL = ["model", "tokenizer"]
 _RUN = ["out", "loggers", "functions", *_MODEL, "rows", "reward"]
@@ -41,7 +52,7 @@ class CheckOptions:
 
 
 def run(arguments: list[str]) -> None:
-    names, fields = names_or_help(CheckOptions, arguments, "check [RECIPE]", DESCRIPTION)
+    names, fields = names_or_help(CheckOptions, arguments, "check [RECIPE]", HELP)
     options = expand(fields, SHORT)
     set_options = names_of(options)
     parts, name, default = list(_MACHINE), "this machine", RunConfig()
@@ -51,7 +62,9 @@ def run(arguments: list[str]) -> None:
     elif "--model.path" in set_options:
         name = "this machine and a model"
         parts += _MODEL
-    checked = parse_options(CheckOptions, options, f"check {name}", CheckOptions(run=default), DESCRIPTION)
+    checked = parse_options(CheckOptions, options, f"check {name}", CheckOptions(run=default), HELP)
+    used = without_unused(checked.run, default, fields_of(options))
+    checked = dataclasses.replace(checked, run=used)
     if checked.speed and "model" not in parts:
         raise UserError("check --speed needs a recipe or --model MODEL")
     if name.startswith("--task") and Path(checked.run.task.name).exists():  # a missing file is a finding

@@ -6,22 +6,25 @@ from qerl.cli.arguments import (
     announce_run,
     check_recipe,
     expand,
+    fields_of,
     names_of,
     parse_options,
     split_names,
     task_label,
     wants_help,
 )
+from qerl.cli.help import Help
 from qerl.cli.result import print_result, take_flag
-from qerl.cli.train import SHORT, check_early, take_init_adapter, take_option
+from qerl.cli.train import COMMON, SHORT, check_early, take_init_adapter, take_option
 from qerl.config import NoiseConfig, RunConfig
 from qerl.config.distil import DistilConfig
+from qerl.config.effects import without_unused
 from qerl.config.recipes import RECIPES, plain
 from qerl.errors import UserError
 
 USAGE = f"""\
-usage: qerl distil RECIPE --teacher TEACHER [--FIELD VALUE ...]
-       qerl distil --task FILE --teacher TEACHER [--reward FILE.py:FUNCTION] [--FIELD VALUE ...]
+usage: qerl distil RECIPE --teacher TEACHER [OPTIONS]
+       qerl distil --task FILE --teacher TEACHER [--reward FILE.py:NAME] [OPTIONS]
 
 {__doc__}
 
@@ -32,17 +35,28 @@ TEACHER is one of
     (its key, if it needs one, in the environment variable QERL_TEACHER_KEY)
 
 The fields are those of `qerl train`; those of the teacher and the loss begin with --distil.
-A reward, if there is one, is measured but not learned from. Run 'qerl train RECIPE --help' for all fields."""
+A reward, if there is one, is measured but not learned from."""
 _SHORT = SHORT | {"--teacher": "--distil.teacher"}
+_OF_REWARDS = ("--agent FILE.py:NAME", "--env PACKAGE:NAME", "--noise.schedule NAME", "--algo.loss-type NAME")
+HELP = Help(
+    USAGE,
+    {
+        "--teacher TEACHER": "an adapter, a model or a URL, as above",
+        "--distil.loss NAME": "or forward_kl, reverse_kl, jsd",
+        "--distil.format FORMAT": "format of the teacher's weights",
+        **{name: text for name, text in COMMON.items() if name not in _OF_REWARDS},
+    },
+    _SHORT,
+)
 
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        print(USAGE)
-        return
+        parse_options(RunConfig, arguments, "distil", plain(), HELP)
     as_json, arguments = take_flag(arguments, "--json")
     name, default, options = _read(arguments)
-    config = parse_options(RunConfig, options, f"distil {name}", default)
+    config = parse_options(RunConfig, options, f"distil {name}", default, HELP)
+    config = without_unused(config, default, fields_of(options))
     model = f"{config.model.path} in {config.model.format}"
     announce_run(f"distil {config.distil.teacher} into {model}, {config.out}")
     check_early(config)

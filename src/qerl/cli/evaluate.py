@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from qerl.cli.arguments import announce, expand, names_of, names_or_help, parse_options
+from qerl.cli.help import Help
 from qerl.cli.result import rounded
 from qerl.config import ModelConfig, RunConfig, TaskConfig
 from qerl.config.options import EvalOptions
@@ -22,19 +23,40 @@ DESCRIPTION = f"""{__doc__}
 MODEL_OR_RUN is a model (a folder, a .gguf file or a hub id) or the folder of a run.
 
 BENCHMARK is one of {", ".join(BENCHMARKS)}; BENCHMARK=FILE reads the problems from a file.
-A .jsonl, .json, .parquet or .csv FILE of your own is evaluated whole, with the run's task as default:
-  --template TEXT         the user message; braces name columns
-  --answer-column NAME    same as --task.answer-column
-  --reward NAME           same as --task.rewards: a built-in reward, or FILE.py:FUNCTION
+A .jsonl, .json, .parquet or .csv FILE of your own is evaluated whole, with the run's task as default.
 
 Without either, evaluate on the held-out rows of the run's own task."""
 _OF_SPLITS = ("--task.split", "--task.held-out-split", "--task.num-held-out")
 SHORT = {"--answer-column": "--task.answer-column", "--reward": "--task.rewards"}
 
+HELP = Help(
+    DESCRIPTION,
+    {
+        "--num-prompts": "problems, from the first; None: all",
+        "--num-samples": "samples per problem; of a benchmark: 16",
+        "--temperature": "of a benchmark: 0.6; greedy comes too",
+        "--top-p": "of a benchmark: 0.95",
+        "--max-tokens": "longest sample; of a benchmark: 4096",
+        "--template TEXT": "the user message; braces name columns",
+        "--answer-column NAME": "column of the right answer",
+        "--reward NAME": "a built-in reward, or FILE.py:NAME",
+        "--success-threshold X": "the reward from which a sample is correct",
+        "--no-with-adapter": "evaluate a run's base model alone",
+        "--out FOLDER": "default: eval in the run's folder",
+        "--trust": "import the rewards of a run from elsewhere",
+        "--seed": "seed of the samples",
+        "--model.format FORMAT": "nvfp4, mxfp4, nf4, fp8, int8 or bf16",
+        "--model.device DEVICE": "auto, cpu or cuda",
+        "--model.backend BACKEND": "auto, qerl or transformers",
+        "--task.system-prompt TEXT": "the system message",
+    },
+    SHORT,
+)
+
 
 def run(arguments: list[str]) -> None:
     usage = "eval MODEL_OR_RUN [BENCHMARK | FILE ...]"
-    names, arguments = names_or_help(EvalOptions, arguments, usage, DESCRIPTION)
+    names, arguments = names_or_help(EvalOptions, arguments, usage, HELP)
     if not names:
         raise UserError("eval needs a model or the folder of a run: qerl eval MODEL_OR_RUN [BENCHMARK ...]")
     arguments = expand(arguments, SHORT)
@@ -61,7 +83,7 @@ def run(arguments: list[str]) -> None:
     default = EvalOptions(model=ModelConfig(path=source)) if config is None else run_sampling(config)
     if benchmarks:
         default = paper_sampling(default)
-    options = parse_options(EvalOptions, arguments, f"eval {source}", default, DESCRIPTION)
+    options = parse_options(EvalOptions, arguments, f"eval {source}", default, HELP)
     reads_own_task = bool(files) or not benchmarks
     require(
         config is not None or bool(names[1:] or of_task),

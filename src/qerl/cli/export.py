@@ -12,19 +12,26 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that its --max-lora-rank ta
 
 
 def run(arguments: list[str]) -> None:
-    options = parse_options(ExportOptions, arguments, "export", description=__doc__)
+    options = parse_options(ExportOptions, arguments, "export", help=__doc__)
     run_json = options.run / "run.json"
     if not run_json.is_file():
         near = "" if options.run.exists() else did_you_mean_folder(options.run)
         raise UserError(f"{options.run}: not the folder of a run (it has no run.json){near}")
     announce(f"export {options.run}: {options.form}, {options.out}", sys.stderr)
     from qerl.export import export
+    from qerl.export.hub import create_repo, upload_folder
     from qerl.models.checkpoint.source import base_name
+    from qerl.models.hf_writer import check_output_folder
 
     config = read_config_file(run_json)
+    check_output_folder(options.out)
+    repo = options.push_to_hub and create_repo(options.push_to_hub, is_public=options.public)
     export(config, options)
     for line in usage_lines(options, base_name(config.model.path), config.adapter.rank):
         print(line, file=sys.stderr)
+    if repo:
+        announce(f"uploading {options.out} to {repo}", sys.stderr)
+        announce(f"uploaded to {upload_folder(options.out, repo)}", sys.stderr)
     print(options.out)
 
 

@@ -50,7 +50,7 @@ FOREIGN: dict[str, str] = {
     "--tensor-parallel-size": "torchrun --nproc-per-node, which shares the samples of a step",
     "--enforce-eager": "--engine.kernels torch",
     "--kv-cache-dtype": "--engine.kv-cache-dtype",
-    "--push-to-hub": "nothing: hf upload OWNER/NAME FOLDER uploads an export",
+    "--push-to-hub": "nothing: qerl export RUN OUT --push-to-hub OWNER/NAME uploads an export",
 }
 """By option: what stands for it; an option that the command has is not looked up."""
 _SHORT = frozenset({"--model", "--task", "--reward"})

@@ -32,6 +32,8 @@ def run(arguments: list[str]) -> None:
             temperature=config.sample.temperature,
             top_p=config.sample.top_p,
             max_tokens=config.sample.max_tokens,
+            stop=config.sample.stop,
+            chat=config.task.chat == "all",
         )
     options = parse_options(GenerateOptions, arguments, f"generate {source}", default, DESCRIPTION)
     if not sys.stderr.isatty():

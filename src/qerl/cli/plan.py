@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from qerl.cli.arguments import announce, names_or_help, parse_options
+from qerl.cli.help import Help
+from qerl.cli.train import COMMON
 from qerl.config import RunConfig
 from qerl.config.check import check_numbers, check_positive
 from qerl.config.recipes import RECIPES
@@ -20,6 +22,32 @@ DESCRIPTION = f"""{__doc__}
 MODEL is a folder, a .gguf file, a hub id, a shape such as qwen2.5-7b, or a recipe, which also sets the
 other fields.
 The fields after --mean-tokens are those of `qerl train`. It exits with 1 if the run does not fit."""
+
+_FIELDS = (
+    "--num-prompts",
+    "--num-generations",
+    "--sample.max-tokens",
+    "--adapter.rank",
+    "--model.format FORMAT",
+)
+HELP = Help(
+    DESCRIPTION,
+    {
+        "--gpu NAME": "such as rtx-4090; default: this machine's",
+        "--gpu-gb": "memory of the GPU, in units of 1e9 bytes",
+        "--prompt-tokens": "",
+        "--mean-tokens": "expected length of the samples",
+        "--num-steps": "steps of the run",
+        **{name: COMMON[name] for name in _FIELDS},
+        "--model.format FORMAT": COMMON["--model.format FORMAT"],
+        "--learn.max-tokens-per-microbatch N": "None: as memory allows",
+        "--learn.gradient-checkpointing": "",
+        "--engine.max-num-seqs": "",
+        "--engine.kv-cache-gb": "",
+        "--engine.kv-cache-dtype": "",
+        "--model.head-format": "",
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +78,12 @@ class PlanOptions:
 
 
 def run(arguments: list[str]) -> None:
-    names, arguments = names_or_help(PlanOptions, arguments, "plan MODEL", DESCRIPTION)
+    names, arguments = names_or_help(PlanOptions, arguments, "plan MODEL", HELP)
     if len(names) != 1:
         example = "qerl plan qwen2.5-7b --gpu rtx-4090, or --gpu-gb GB"
         raise UserError(f"plan needs one model, shape or recipe: {example}")
     default = PlanOptions(run=RECIPES[names[0]]()) if names[0] in RECIPES else PlanOptions()
-    options = parse_options(PlanOptions, arguments, f"plan {names[0]}", default, DESCRIPTION)
+    options = parse_options(PlanOptions, arguments, f"plan {names[0]}", default, HELP)
     announce(f"plan {names[0]}: {options.run.model.format}", sys.stderr)
     from qerl.learner.plan.report import format_plan
     from qerl.learner.plan.shapes import check_name

@@ -8,7 +8,7 @@ from qerl.models.checkpoint.model_place import check_place
 
 
 def run(arguments: list[str]) -> None:
-    options = parse_options(QuantizeOptions, arguments, "quantize", description=__doc__)
+    options = parse_options(QuantizeOptions, arguments, "quantize", help=__doc__)
     announce(f"quantize {options.model}: {options.format}, {options.out}", sys.stderr)
     check_place(options.model)
     from qerl.models.quantize.quantize import quantize

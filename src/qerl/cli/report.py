@@ -20,7 +20,7 @@ class ReportOptions:
 
 
 def run(arguments: list[str]) -> None:
-    options = parse_options(ReportOptions, arguments, "report", description=__doc__)
+    options = parse_options(ReportOptions, arguments, "report", help=__doc__)
     require(len(options.runs) > 0, "report needs the folder of a run: qerl report RUN [RUN ...]")
     from qerl.tracking.report import write_report
 

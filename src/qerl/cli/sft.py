@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 import tyro
 
 from qerl.cli.arguments import announce_run, expand, parse_options, wants_help
+from qerl.cli.help import Help
 from qerl.cli.result import print_result, take_flag
-from qerl.cli.train import check_early, take_init_adapter
+from qerl.cli.train import COMMON, check_early, take_init_adapter
 from qerl.config import (
     AdapterConfig,
     AlgoConfig,
@@ -27,13 +28,27 @@ DESCRIPTION = f"""{__doc__}
 
 examples:
   qerl sft --data chats.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --out runs/sft
-  qerl train --init-adapter runs/sft --task ...     # continue with rewards
-
-short options:
-  --model MODEL           same as --model.path
-  --init-adapter FOLDER   continue from a PEFT adapter or a run's, with its rank, alpha and target modules
-  --json                  print the result as one line of JSON"""
+  qerl train --init-adapter runs/sft --task ...     # continue with rewards"""
 _SHORT = {"--model": "--model.path"}
+HELP = Help(
+    DESCRIPTION,
+    {
+        "--data ROWS": "file of rows, or a hub id",
+        **{name: COMMON[name] for name in ("--model MODEL", "--init-adapter FOLDER", "--out FOLDER")},
+        "--num-train-epochs": "passes over the rows",
+        "--max-steps": "updates at most; None: by the epochs",
+        "--batch-size": "rows per update",
+        "--max-length": "longest row, in tokens",
+        "--packing": "rows side by side, without padding",
+        "--assistant-only-loss": "learn only what the assistant says",
+        "--learn.learning-rate": "",
+        "--learn.warmup-ratio": "share of the updates",
+        **{name: COMMON[name] for name in ("--adapter.rank", "--model.format FORMAT")},
+        "--evaluate.num-prompts": "held-out rows; 0: none",
+        **{name: COMMON[name] for name in ("--evaluate.every", "--checkpoint.every", "--seed", "--json")},
+    },
+    _SHORT,
+)
 _LEARN = LearnConfig(learning_rate=2e-4, warmup_ratio=0.03)
 _CHECKPOINT = CheckpointConfig(every=50)
 
@@ -90,12 +105,12 @@ class SftOptions:
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        parse_options(SftOptions, arguments, "sft", description=DESCRIPTION)
+        parse_options(SftOptions, arguments, "sft", help=HELP)
     as_json, arguments = take_flag(arguments, "--json")
     adapter, arguments = take_init_adapter(arguments)
     arguments = expand(arguments, _SHORT)
     default = SftOptions() if adapter is None else SftOptions(adapter=adapter)
-    options = parse_options(SftOptions, arguments, "sft", default, DESCRIPTION)
+    options = parse_options(SftOptions, arguments, "sft", default, HELP)
     if not options.sft.data:
         raise UserError("sft needs --data: a .jsonl, .json, .parquet or .csv file, or a hub id")
     announce_run(f"sft {options.sft.data}: {options.model.path} in {options.model.format}, {options.out}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,14 +10,17 @@ from qerl.cli.arguments import (
     announce_run,
     check_recipe,
     expand,
+    fields_of,
     names_of,
     parse_options,
     split_names,
     task_label,
     wants_help,
 )
+from qerl.cli.help import Help
 from qerl.cli.result import print_result, take_flag
 from qerl.config import AdapterConfig, RunConfig
+from qerl.config.effects import without_unused
 from qerl.config.rates import rate_for
 from qerl.config.recipes import METHODS, PAPER, RECIPES, plain
 from qerl.config.task import is_environment_name
@@ -24,17 +28,21 @@ from qerl.errors import UserError, did_you_mean_folder, quantity, require
 from qerl.tasks.rows import check_file
 
 USAGE = """\
-usage: qerl train RECIPE [--FIELD VALUE ...]
-       qerl train --task FILE --reward FILE.py:FUNCTION [--model MODEL] [--FIELD VALUE ...]
-       qerl train --task FILE --agent FILE.py:FUNCTION [--model MODEL] [--FIELD VALUE ...]
-       qerl train --env verifiers:NAME [--model MODEL] [--FIELD VALUE ...]
+usage: qerl train RECIPE [OPTIONS]
+       qerl train --task FILE --reward FILE.py:NAME --model MODEL [OPTIONS]
+       qerl train --task FILE --agent FILE.py:NAME --model MODEL [OPTIONS]
+       qerl train --env verifiers:NAME --model MODEL [OPTIONS]
 
 Train a model with a recipe, or on your own data and reward.
 
+recipes: {paper};
+with one method each:
+{methods}"""
+_RECIPES = """\
 recipes:
 {paper}
 
-recipes that run the demo task with one method each (docs/methods.md):
+recipes that run demo_long with one method each (docs/methods.md):
 {methods}
 
 short options:
@@ -47,7 +55,7 @@ short options:
   --init-adapter FOLDER   continue from a PEFT adapter or a run's, with its rank, alpha and target modules
   --json                  print the result as one line of JSON
 
-Run 'qerl train RECIPE --help' for all fields and the recipe's values."""
+fields:"""
 SHORT = {
     "--model": "--model.path",
     "--task": "--task.name",
@@ -55,15 +63,41 @@ SHORT = {
     "--agent": "--agent.function",
     "--ray": "--ray.address",
 }
+COMMON = {
+    "--model MODEL": "folder, .gguf or hub id",
+    "--task FILE": "file of rows, or a hub id",
+    "--reward FILE.py:NAME": "function; or exact, numeric, math, code",
+    "--agent FILE.py:NAME": "an agent that calls the model itself",
+    "--env PACKAGE:NAME": "an environment of verifiers or OpenEnv",
+    "--init-adapter FOLDER": "continue from an adapter or a run",
+    "--out FOLDER": "the run; if it exists, it is resumed",
+    "--num-steps": "steps: sample, then learn",
+    "--num-prompts": "prompts per step",
+    "--num-generations": "samples per prompt",
+    "--sample.max-tokens": "longest sample, in tokens",
+    "--sample.temperature": "divides the logits",
+    "--learn.learning-rate": "own rows: by the model's size",
+    "--learn.warmup-ratio": "share of the updates",
+    "--adapter.rank": "rank of the LoRA adapter",
+    "--model.format FORMAT": "nvfp4, mxfp4, nf4, fp8, int8 or bf16",
+    "--noise.schedule NAME": "exploration by noise; none: off",
+    "--algo.loss-type NAME": "grpo, dapo, dr_grpo, gspo, cispo, sapo",
+    "--evaluate.num-prompts": "held-out problems; 0: none",
+    "--evaluate.every": "steps between evaluations",
+    "--checkpoint.every": "steps between checkpoints",
+    "--seed": "seed of every random number",
+    "--json": "print the result as one line of JSON",
+}
+"""Options that `--help` lists; all fields are in `--help-all`."""
 
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        print(USAGE.format(paper=_list(PAPER), methods=_list(METHODS)))
-        return
+        parse_options(RunConfig, arguments, "train", plain(), train_help())
     as_json, arguments = take_flag(arguments, "--json")
     name, default, options = read_recipe(arguments, "train")
-    config = parse_options(RunConfig, options, f"train {name}", default)
+    config = parse_options(RunConfig, options, f"train {name}", default, train_help())
+    config = without_unused(config, default, fields_of(options))
     assumed: list[str] = []
     if name.startswith("--task"):
         assumed = check_asked(config, options, "train")
@@ -81,6 +115,13 @@ def run(arguments: list[str]) -> None:
         from qerl.serve.agents import train_with_agent as train
 
     print_result(train(config), as_json=as_json)
+
+
+def train_help() -> Help:
+    """Return the help of `qerl train`; that of --help-all describes each recipe."""
+    paper, methods = ", ".join(PAPER), textwrap.indent(textwrap.fill(", ".join(METHODS), 76), "  ")
+    more = _RECIPES.format(paper=_list(PAPER), methods=_list(METHODS))
+    return Help(USAGE.format(paper=paper, methods=methods), COMMON, SHORT, more)
 
 
 def check_asked(config: RunConfig, options: list[str], command: str) -> list[str]:

@@ -26,7 +26,7 @@ class WatchOptions:
 
 
 def run(arguments: list[str]) -> None:
-    options = parse_options(WatchOptions, arguments, "watch", description=__doc__)
+    options = parse_options(WatchOptions, arguments, "watch", help=__doc__)
     require(len(options.runs) > 0, "watch needs the folder of a run: qerl watch RUN [RUN ...]")
     from qerl.tracking.dashboard.server import watch
 

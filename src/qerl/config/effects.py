@@ -5,7 +5,7 @@ in conflicts.py. `facts` are those of the run that no field shows. A field that 
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from qerl.config.conflicts import holding
@@ -133,14 +133,46 @@ def effect_notices(config: RunConfig, facts: RunFacts | None = None) -> list[str
 def settings_without_effect(config: RunConfig, facts: RunFacts | None = None) -> list[str]:
     """Return "algo.overlong_buffer 32 (needs algo.overlong shape)" for each field that has another value than
     its default, and no effect. facts: None before they are known; fields that need one are left out."""
-    run, unused = _Run(config, facts), []
+    return [
+        f"{field} {_shown(value)} (needs {FACTS.get(condition, condition)})"
+        for field, value, condition in _unused(config, facts)
+    ]
+
+
+def without_unused(config: RunConfig, recipe: RunConfig, chosen: Iterable[str]) -> RunConfig:
+    """Return the config with the defaults of fields that the recipe sets and that have no effect any more,
+    such as task.gym_options once the task is a file. chosen: fields that the user has set, which stay."""
+    of_recipe = dict(_changed(recipe, RunConfig()))
+    unused = {field for field, value, _ in _unused(config, None) if of_recipe.get(field) == value}
+    return _with_defaults(config, RunConfig(), unused.difference(chosen))
+
+
+def _with_defaults(config: Any, default: Any, fields: Container[str], prefix: str = "") -> Any:
+    """Return the config or section with the defaults of these fields, set at once as some are checked
+    together."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        name, value, usual = (
+            f"{prefix}{field.name}",
+            getattr(config, field.name),
+            getattr(default, field.name),
+        )
+        if dataclasses.is_dataclass(usual):
+            changes[field.name] = _with_defaults(value, usual, fields, f"{name}.")
+        elif name in fields:
+            changes[field.name] = usual
+    return dataclasses.replace(config, **changes)
+
+
+def _unused(config: RunConfig, facts: RunFacts | None) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name and the value of each field that settings_without_effect names, and what it lacks."""
+    run = _Run(config, facts)
     for field, value in _changed(config, RunConfig()):
         for condition in _conditions(field):
             is_known = facts is not None or "facts." not in condition
             if is_known and not holding(run, condition):
-                unused.append(f"{field} {_shown(value)} (needs {FACTS.get(condition, condition)})")
+                yield field, value, condition
                 break
-    return unused
 
 
 def _conditions(field: str) -> Iterator[str]:

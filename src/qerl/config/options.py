@@ -125,6 +125,13 @@ class ExportOptions:
     calibration_tokens: int = 8192
     """Tokens of the run's prompts and samples, newest first, to calibrate nvfp4 and mxfp4 on."""
 
+    push_to_hub: str | None = None
+    """Id of a repository of the Hugging Face hub, OWNER/NAME or NAME, to upload the written folder to. It is
+    created, private, if it does not exist."""
+
+    public: bool = False
+    """Create that repository so that everyone can read it."""
+
     def __post_init__(self):
         check_numbers(self)
         check_positive(self, "calibration_tokens")
@@ -132,6 +139,7 @@ class ExportOptions:
         require(acts, f"--calibration-tokens needs --as nvfp4 or mxfp4, got {self.form}")
         if self.dtype != "bf16" and self.form not in ("merged", "gguf-ready", "base"):
             raise UserError(f"--dtype {self.dtype} needs --as merged, gguf-ready or base, got {self.form}")
+        require(self.push_to_hub is not None or not self.public, "--public needs --push-to-hub REPO")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +155,12 @@ class GenerateOptions:
 
     max_tokens: int = 1024
     """Maximum tokens of an answer."""
+
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, which then lacks them."""
+
+    chat: bool = True
+    """Give the prompt the chat template. False: the model continues the text, without the texts before it."""
 
     seed: int | None = None
     """Seed of the answers; None picks a random one."""

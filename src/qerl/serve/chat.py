@@ -14,7 +14,7 @@ from qerl.config.options import GenerateOptions
 from qerl.errors import UserError
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.stream import TextStream
-from qerl.tasks.prompt import render_chat
+from qerl.tasks.prompt import join_messages, render_chat
 from qerl.training.signals import StopSignal
 from qerl.types import GenerateRequest, Prompt, Sample, Sampling
 
@@ -52,7 +52,8 @@ class Chat:
 
     def answer(self, text: str) -> int | None:
         """Print the answer and add it to the conversation; return the signal that stopped it, if any."""
-        self._messages, tokens_T = self._fit([*self._messages, {"role": "user", "content": text}])
+        before = self._messages if self._options.chat else self._messages[: self._num_first]
+        self._messages, tokens_T = self._fit([*before, {"role": "user", "content": text}])
         stop = StopSignal(lambda line: None)
         with stop.handling(), stop.deferred():
             sample = self._sample(tokens_T, stop)
@@ -66,7 +67,7 @@ class Chat:
         limit = positions - min(self._options.max_tokens, positions // 2)
         remaining = list(messages)
         while True:
-            _, tokens_T = render_chat(self._model.engine.tokenizer, remaining)
+            tokens_T = self._render(remaining)
             if len(tokens_T) <= limit or len(remaining) == first + 1:
                 break
             del remaining[first : first + 2]
@@ -80,8 +81,14 @@ class Chat:
             print(f"(max_tokens is {max_tokens}; there is room for {room} after the prompt)", file=sys.stderr)
         return remaining, tokens_T
 
+    def _render(self, messages: list[Message]) -> list[int]:
+        tokenizer = self._model.engine.tokenizer
+        if self._options.chat:
+            return render_chat(tokenizer, messages)[1]
+        return join_messages(tokenizer, messages, len(messages))[1]
+
     def _sample(self, tokens_T: list[int], stop: StopSignal) -> Sample:
-        options, stream = self._options, TextStream(self._model, ())
+        options, stream = self._options, TextStream(self._model, self._options.stop)
 
         def watch(index: int, sample_index: int, token: int, ended: Sample | None) -> bool:
             piece = stream.add(token, ended)
@@ -93,7 +100,10 @@ class Chat:
             [Prompt(index=self._num_turns, text="", tokens_T=tokens_T, messages=None, columns={})],
             num_samples=1,
             sampling=Sampling(
-                max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p
+                max_tokens=options.max_tokens,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                stop=options.stop,
             ),
             seed=self._seed,
             step=0,

@@ -31,6 +31,7 @@ from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.judge import Judge
 from qerl.tasks.own_judge import BASE, OwnJudge
+from qerl.tasks.reward_means import RewardTally, Sums, reward_means
 from qerl.tasks.reward_model import RewardModel
 from qerl.tasks.scoring import (
     NOT_SUPPORTED,
@@ -41,7 +42,8 @@ from qerl.tasks.scoring import (
     missing_arguments,
     name_of,
     reward_arguments,
-    score,
+    values_of,
+    weighted_sum,
 )
 from qerl.tasks.sources import function_sources
 from qerl.tasks.worker_pool import Jobs, WorkerPool
@@ -57,6 +59,8 @@ _GRADED = frozenset({"judge", "reward_model"})  # 1 is not a correct sample
 Arguments = dict[str, list[Any]]
 Outcome = float | Failure | None
 RewardsPG = list[list[float | None]]
+FunctionValues = list[float | None] | Failure | None
+"""A sample's value of each function; None without functions."""
 
 
 class RewardPool:
@@ -96,7 +100,10 @@ class RewardPool:
         pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel | OwnJudge)]
         self._functions = [function for function, _ in pairs if function is not made]
         self._episode_weight: float = next((weight for each, weight in pairs if each is made), 1.0)
-        weights = [weight for function, weight in pairs if function is not made]
+        self._weights = [weight for function, weight in pairs if function is not made]
+        self._tally = RewardTally(
+            [*map(name_of, self._functions), *(name_of(each) for each, _ in self._models)]
+        )
         memory_bytes = int(config.reward_memory_gb * 1e9)
         self._environment_worker, self._environment_pool = _started(made, config, memory_bytes)
         self.failures, self._latest = Counter[str](), Counter[str]()
@@ -104,9 +111,10 @@ class RewardPool:
         self._examples: dict[str, str] = {}
         self._deadline_s, self._function_pool = config.reward_timeout_s, None
         if self._functions:
-            work = functools.partial(score, self._functions, weights)
-            num_workers = config.reward_workers
-            self._function_pool = WorkerPool(work, num_workers=num_workers, memory_bytes=memory_bytes)
+            work = functools.partial(values_of, self._functions)
+            self._function_pool = WorkerPool(
+                work, num_workers=config.reward_workers, memory_bytes=memory_bytes
+            )
 
     @property
     def notices(self) -> list[str]:
@@ -172,11 +180,13 @@ class RewardPool:
         pool = self._function_pool
         return Scoring(self, None if pool is None else pool.begin(deadline_s=self._deadline_s))
 
-    def total(self, groups: list[Group], calls: list[Arguments], outcomes_S: list[Outcome]) -> RewardsPG:
-        """Return the groups' rewards by the functions' outcomes and what else there is to add, and count the
-        failures. calls and outcomes_S: of the samples that have not failed before."""
-        for model, weight in self._models:
+    def total(self, groups: list[Group], calls: list[Arguments], values_S: list[FunctionValues]) -> RewardsPG:
+        """Return the groups' rewards by the functions' values and what else there is to add, and count the
+        failures. calls and values_S: of the samples that have not failed before."""
+        outcomes_S = [self._sum(values) for values in values_S]
+        for i, (model, weight) in enumerate(self._models, start=len(self._functions)):
             values = model.score_calls(calls)
+            self._tally.add(i, values)
             pairs = zip(outcomes_S, values, strict=True)
             outcomes_S = [_added(outcome, weight, value) for outcome, value in pairs]
         outcomes = iter(outcomes_S)
@@ -188,6 +198,22 @@ class RewardPool:
         self.failures += failures
         self._latest = failures
         return rewards_P_G
+
+    def _sum(self, values: FunctionValues) -> Outcome:
+        """Return the weighted sum of the functions' values, and record each."""
+        if values is None or isinstance(values, Failure):
+            return values
+        for i, value in enumerate(values):
+            self._tally.add(i, [value])
+        return weighted_sum(values, self._weights)
+
+    def take_sums(self) -> Sums:
+        """Return and reset the sum of each reward's values, before its weight, and their number."""
+        return self._tally.take()
+
+    def take_means(self) -> dict[str, float]:
+        """Return and reset the metric rewards/NAME/mean of each of several rewards."""
+        return reward_means([self.take_sums()])
 
     def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
         """Raise UserError with the most common cause if there are samples and none has a reward."""
@@ -263,11 +289,11 @@ class Scoring:
             if key not in self._calls:
                 self.add(key, group)
         outcomes = None if self._jobs is None else self._jobs.wait()
-        calls, outcomes_S = [], []
+        calls, values_S = [], []
         for own_calls, places in (self._calls[key] for key, _ in keyed_P):
             calls += own_calls
-            outcomes_S += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
-        return self._pool.total([group for _, group in keyed_P], calls, outcomes_S)
+            values_S += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
+        return self._pool.total([group for _, group in keyed_P], calls, values_S)
 
 
 def _environment(functions: Sequence[Reward]) -> Reward | None:

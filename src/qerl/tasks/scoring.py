@@ -12,7 +12,7 @@ import inspect
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +66,26 @@ def check_reward_columns(
             raise UserError(f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def score(
-    functions: list[Callable[..., Any]], weights: list[float], arguments: dict[str, list[Any]]
-) -> float | Failure | None:
-    parts = []
-    for function, weight in zip(functions, weights, strict=True):
+def values_of(
+    functions: list[Callable[..., Any]], arguments: dict[str, list[Any]]
+) -> list[float | None] | Failure:
+    """Return what each function gives the sample; the first failure is the sample's."""
+    values: list[float | None] = []
+    for function in functions:
         value = _value(function, arguments)
         if isinstance(value, Failure):
             return value
-        if value is not None:
-            parts.append(weight * value)
+        values.append(value)
+    return values
+
+
+def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | Failure | None:
+    """Return the sum without the values that are None; None if all are."""
+    parts = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
     if not parts:
         return None
     # sum only detects overflow; fsum rounds once: 0.7 + 0.2 + 0.1 reaches a success_threshold of 1.

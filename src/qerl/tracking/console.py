@@ -28,10 +28,14 @@ class PlainDisplay:
     def __init__(self, console: Console, num_steps: int, title: str):
         self._console, self._num_steps = console, num_steps
         self._step_seconds: list[float] = []
+        self._started, self._has_total = time.monotonic(), False
+        self.end_s = 0.0
+        """Seconds that the evaluation after the last step is expected to take."""
 
     def restore(self, records: list[dict[str, Any]]) -> None:
         """Take over the steps that an earlier process finished."""
         self._step_seconds = [record["step_s"] for record in records]
+        self._has_total = bool(records)
 
     def phase(self, name: str | None) -> None:
         """Show the phase that starts now; None between phases."""
@@ -39,8 +43,13 @@ class PlainDisplay:
     def finished(self, step: int, metrics: Mapping[str, float], sample: str | None) -> None:
         """Show a step's metrics; a panel also shows the text of one of its samples."""
         self._step_seconds.append(metrics["step_s"])
-        left_s = seconds_left(self._step_seconds, self._num_steps - step - 1)
+        steps_left = self._num_steps - step - 1
+        left_s = seconds_left(self._step_seconds, steps_left, self.end_s)
         self._print(plain_line(metrics, steps_done=step + 1, num_steps=self._num_steps, left_s=left_s))
+        if steps_left and left_s is not None and not self._has_total:
+            total_s = time.monotonic() - self._started + left_s
+            self._print(f"about {clock(total_s)} in all, by the speed of this step")
+        self._has_total = True
 
     def notice(self, text: str) -> None:
         self._print(one_line(text))
@@ -69,6 +78,8 @@ class PanelDisplay:
         self._phase: str | None = None
         self._counts = ""
         self._started = self._phase_started = time.monotonic()
+        self.end_s = 0.0
+        """As PlainDisplay.end_s."""
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=_REFRESHES_PER_S)
 
     def restore(self, records: list[dict[str, Any]]) -> None:
@@ -112,7 +123,7 @@ class PanelDisplay:
         return Panel(rows, title=Text(self._title), title_align="left", border_style="dim")
 
     def _progress(self) -> RenderableType:
-        left_s = seconds_left(self._step_seconds, self._num_steps - self._steps_done)
+        left_s = seconds_left(self._step_seconds, self._num_steps - self._steps_done, self.end_s)
         times = f"elapsed {clock(time.monotonic() - self._started)}"
         columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
         row = Table.grid(*columns, expand=True, padding=(0, 2, 0, 0))

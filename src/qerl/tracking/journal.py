@@ -3,6 +3,7 @@
     run.json        the resolved config, command, commit, versions, device, hashes of sources; written first
     metrics.jsonl   a line per step: step, metrics, `<phase>_s`, step_s, tokens_per_s, memory_gb, wall_time
     samples.jsonl   a line per sample: step, prompt, text, reward, advantage; older ones in samples/
+    held_out.jsonl  a line per answer to a held-out problem, by the number of steps before it
     events.jsonl    notices              loggers/, tensorboard/    the metrics again: async_logger.py
     result.json     written last         .lock           locked while a process writes here
 
@@ -13,12 +14,13 @@ follows, and so is that of writing a step, `record_s`.
 """
 
 import functools
+import itertools
 import resource
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -48,7 +50,7 @@ from qerl.tracking.progress import silent
 from qerl.tracking.provenance import ROUNDING, changes, check_same_run, check_sources, run_facts, shown
 from qerl.tracking.sample_files import SampleFiles
 from qerl.tracking.step_log import StepLog, Stopwatch
-from qerl.types import Report
+from qerl.types import Group, Report
 
 _NUM_STEPS = "config.num_steps"
 # A start that fails before its first step takes them away; the lock last, so that no other run comes between.
@@ -58,9 +60,11 @@ _OF_A_START = (
     "samples.jsonl",
     "events.jsonl",
     "evaluations.json",
+    "held_out.jsonl",
     "calibrate.json",
     ".lock",
 )
+_MAX_HELD_OUT = 64  # problems of an evaluation whose answers are recorded
 _LOGGER_TIMEOUT_S = 30.0  # for sending the last steps when the run ends
 
 
@@ -166,6 +170,11 @@ class Journal:
     def resume(self, next_step: int) -> None:
         """Remove steps from next_step on, so that the files become those of an uninterrupted run."""
         was_further = self.last_saved > next_step
+        if (path := self._folder / "held_out.jsonl").exists():
+            with closing(
+                JsonLines(path)
+            ) as file:  # answers before the first step hold for the same run alone
+                file.cut(next_step + 1 if next_step or self.is_same_run else 0)
         remaining = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
         # dynamic sampling may have kept no group
@@ -234,10 +243,31 @@ class Journal:
         self._note(text)
         self._display.notice(text)
 
+    def held_out(
+        self, num_steps: int, answers: Mapping[str, tuple[list[Group], list[list[float | None]]]]
+    ) -> None:
+        """Append answers to the first held-out problems, and their rewards, after this many steps.
+
+        answers: by the kind of sampling."""
+        records = []
+        for kind, (groups, rewards_P_G) in answers.items():
+            log = StepLog(num_steps, self._stopwatch, self._answer_column)
+            log.samples(groups[:_MAX_HELD_OUT])
+            rewards = itertools.chain(*rewards_P_G[:_MAX_HELD_OUT])
+            pairs = zip(log.sample_records, rewards, strict=True)
+            records += [record | {"reward": reward, "kind": kind} for record, reward in pairs]
+        if (folder := self.place()) is not None:
+            with closing(JsonLines(folder / "held_out.jsonl")) as file:
+                file.append(records)
+
     def work(self, name: str, *, begins: bool = True) -> AbstractContextManager[Report]:
         """Show a long piece of work and how far it is; nothing of it is recorded. begins: also say that it
         begins."""
         return self._display.work(redact(name), begins=begins)
+
+    def expect(self, *, end_s: float) -> None:
+        """Count these seconds, of what follows the last step, as time left."""
+        self._display.end_s = end_s
 
     def saved(self, next_step: int) -> None:
         """Record that a checkpoint of the state before this step is on the disk; in any thread."""
@@ -368,7 +398,8 @@ class NullJournal:
     def work(self, name: str, *, begins: bool = True) -> AbstractContextManager[Report]:
         return silent(name)
 
-    start = check_sources = resume = notice = place = saved = carry = finish = catch_up = __exit__ = _ignore
+    start = check_sources = resume = notice = held_out = place = expect = saved = carry = _ignore
+    finish = catch_up = __exit__ = _ignore
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:

@@ -47,10 +47,11 @@ def headline_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             yield label, template.format(metrics[key])
 
 
-def seconds_left(step_seconds: Sequence[float], steps_left: int) -> float | None:
-    """Estimate from the mean of the last 20 steps; samples get longer during training."""
+def seconds_left(step_seconds: Sequence[float], steps_left: int, end_s: float = 0.0) -> float | None:
+    """Estimate from the mean of the last 20 steps, as samples get longer during training. end_s: what follows
+    the last step."""
     recent = step_seconds[-_RECENT_STEPS:]
-    return sum(recent) / len(recent) * steps_left if recent else None
+    return sum(recent) / len(recent) * steps_left + end_s if recent else None
 
 
 def clock(seconds: float) -> str:

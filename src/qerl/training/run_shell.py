@@ -10,6 +10,7 @@ The run's folder:
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,6 +120,7 @@ class Session:
             run.folder, training.config.checkpoint, training.learner, run.journal, run.ranks
         )
         self._path = run.folder / "evaluations.json"
+        self._before_s: float | None = None
         self._evaluations: dict[str, Any] = run.ranks.from_first(
             lambda: read_object(self._path) if self._path.exists() else {}
         )
@@ -131,6 +133,7 @@ class Session:
         if first_step == 0:
             for moment in training.evaluations_before:
                 self.evaluate(moment)
+        self._expect_end()
         ranks.take_traffic()  # that of a step begins with it
         with stop.deferred():
             with self._checkpoints:
@@ -202,11 +205,21 @@ class Session:
         if self._run.ranks.is_first:
             write_atomic(self._path, encode(self._evaluations, indent=2))
 
+    def _expect_end(self) -> None:
+        """Tell the journal how long the evaluation after the last step takes: as long as that before it all.
+        The first step's line has its time if an earlier process made it."""
+        recorded = next(self._run.journal.steps(), {}).get("evaluate_s", 0.0)
+        if self._training.evaluations_before:
+            self._run.journal.expect(end_s=self._before_s or recorded)
+
     def evaluate(self, moment: str) -> None:
         """Measure the held-out figures, once even if the run is resumed."""
         if moment in self._evaluations:
             return
+        begin = time.perf_counter()
         self._evaluations[moment], text = self._training.evaluate(moment)
+        if moment == "before":
+            self._before_s = time.perf_counter() - begin
         self._write_evaluations()
         self._run.journal.notice(text)
 

@@ -291,13 +291,13 @@ class ReinforcementLearning(Training):
 
     def after_update(self, step: int, log: StepLog) -> None:
         """Log traffic and engine metrics, report failed rewards, evaluate where it is due."""
-        log.add(**self._ranks.take_traffic(), **self.sampler.take_metrics())
+        log.add(**self._ranks.take_traffic(), **self.sampler.take_metrics(), **self._rewards.take_means())
         self._report_failures()
         if step == self._first_step and (report := TALLY.report()) is not None:
             self._journal.notice(str(report))
         if self._held_out_P and evaluates_after(self.config.evaluate, step):
             with log.span("evaluate"):
-                scores = self._measure(self.sampler)
+                scores = self._measure(self.sampler, num_steps=step + 1)
                 figures = evaluation.held_out_figures(scores, self.config.evaluate.success_threshold)
             log.add(**{f"eval_{name}": value for name, value in figures.items()})
         if step == 0 and self._float is not None:
@@ -319,8 +319,9 @@ class ReinforcementLearning(Training):
             else:
                 engine, subject = self.sampler, f"{moment} training"
                 self._journal.notice(f"answering held-out problems {subject}: {len(prompts_P)}")
+            num_steps = {"before": 0, "after": self.config.num_steps}.get(moment)
             with self._journal.span("evaluate"):
-                scores = self._measure(engine)
+                scores = self._measure(engine, num_steps=num_steps)
         if moment == "before" and self._float is not None:
             self._float.quantized = scores
         figures = evaluation.held_out_figures(scores, self.config.evaluate.success_threshold)
@@ -346,10 +347,18 @@ class ReinforcementLearning(Training):
         temperature, num_prompts = self.config.sample.temperature, int(figures["num_prompts"])
         return evaluation.held_out_text(figures, subject, temperature=temperature, num_prompts=num_prompts)
 
-    def _measure(self, engine: RolloutEngine) -> list[evaluation.Scores]:
-        """Return the held-out samples without noise, scored: with the config's sampling, and greedy."""
+    def _measure(self, engine: RolloutEngine, *, num_steps: int | None = None) -> list[evaluation.Scores]:
+        """Return the held-out samples without noise, scored: with the config's sampling, and greedy. Record
+        them as those after num_steps steps; None: they are not the run's own."""
         requests = evaluation.held_out_requests(self._held_out_P, sampling_of(self.config), self.config.seed)
-        scores = [self._scored(self._answered(engine, request)) for request in requests]
+        answers, scores = {}, []
+        for kind, request in zip(("sampled", "greedy"), requests, strict=True):
+            groups = self._answered(engine, request)
+            scores.append(self._scored(groups))
+            answers[kind] = groups, scores[-1].rewards_P_G
+        self._rewards.take_means()  # those of an evaluation are no step's
+        if num_steps is not None:
+            self._journal.held_out(num_steps, answers)
         self._report_failures()
         return scores
 

@@ -11,7 +11,7 @@ from engine.schedule.test_scheduler import PAGE_TOKENS, live_group
 from engine.test_conversation import FakeTalk, Talk, talked
 from models.tiny import tiny
 from qerl.config import EngineConfig
-from qerl.config.recipes import demo
+from qerl.config.recipes import demo_long
 from qerl.cost.cache import page_bytes
 from qerl.engine.cache import size as cache_size
 from qerl.engine.schedule.cache_space import CacheSpace, Space
@@ -344,7 +344,7 @@ def test_branches_hold_their_parents_windows_and_leave_nothing(seed):
 def test_the_plan_counts_the_pages_of_windows():
     """Samples of many windows: nearly two thirds of the cache's bytes, where two layers of three have one."""
     engine = EngineConfig(block_size=16, kv_cache_dtype="auto")
-    config = dataclasses.replace(demo(), engine=engine)
+    config = dataclasses.replace(demo_long(), engine=engine)
     sample = dataclasses.replace(config.sample, max_tokens=3200)
     config = dataclasses.replace(config, sample=sample, num_prompts=2, num_generations=4)
     plain = tiny().architecture

@@ -127,7 +127,7 @@ def test_a_run_and_its_evaluation_name_the_backend(tmp_path, capsys):
     (files / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = ["--num-steps", "1", "--noise.num-stages", "2", "--evaluate.num-prompts", "0", "--task.code.unsafe"]
     own += ["--num-prompts", "1", "--task.rewards", "code", "--task.answer-column", "tests"]
-    main.command(["train", "demo", *tiny_run.options(files, run), *own])
+    main.command(["train", "demo_long", *tiny_run.options(files, run), *own])
     backend = f"confined by {sandbox.choose(unsafe=True).backend}"
     assert backend in (run / "events.jsonl").read_text()
     capsys.readouterr()

@@ -85,12 +85,14 @@ def test_what_a_journal_writes_is_known_after_the_next_refresh(tmp_path):
         take_step(journal, 1, text="four")
         follower.refresh()
         assert follower.steps() == [0, 1] and follower.groups(1)[0]["samples"][0]["text"] == "four"
-        assert follower.run().notices[-1].endswith("resuming after step 1/10")
+        assert follower.run().progress[-1].endswith("resuming after step 1/10")
 
 
 @pytest.mark.parametrize(
     "text",
     [
+        '{"step": 3, "prompt_index": 7, "text": "}"}',
+        '{"step": 3, "prompt_index": null, "text": "}"}',
         '{"step": 3, "text": "}"}',
         '{"text": "a", "step": 3}',
         '{"step": 3}',
@@ -100,7 +102,8 @@ def test_what_a_journal_writes_is_known_after_the_next_refresh(tmp_path):
 )
 def test_the_step_of_a_sample_is_that_of_its_object(text):
     content = text.encode() + b"\n"
-    assert (step_of(content) or {}).get("step") == (decode(content) or {}).get("step")
+    for name in ("step", "prompt_index"):
+        assert (step_of(content) or {}).get(name) == (decode(content) or {}).get(name)
 
 
 def test_a_steps_samples_are_shown_when_its_metrics_are_there(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from qerl.tracking.report import write_report
+from qerl.types import Group, Prompt, Sample
 from stored_samples import checked_line
 from tracking.dashboard import browser
 from tracking.dashboard.parts import run_of, serving, take_step
@@ -81,6 +82,52 @@ def test_the_newest_samples_are_followed_and_those_of_a_chosen_step_stay(watched
     tab.value("document.querySelector('#text').value = 'zzz'; listGroups()")
     assert tab.value("document.querySelector('#count').textContent") == "0 prompts, 0 samples"
     assert not tab.errors
+
+
+def test_a_prompt_of_a_live_run_is_shown_in_all_steps_and_stays_while_steps_come(watched):
+    journal, tab = watched
+    take_step(journal, 1, text="four")
+    tab.until("document.querySelector('#group').textContent.includes('What is 1?')")
+    tab.value("document.querySelector('.about button').click()")
+    heads = "[...document.querySelectorAll('#group > .role')].map((head) => head.textContent).join()"
+    assert tab.until(heads) == "step 1, reward 1,step 2, reward 1"
+    take_step(journal, 2)
+    tab.until(f"{NOW}.includes('step 3 of 10')")
+    assert tab.value(heads) == "step 1, reward 1,step 2, reward 1" and not tab.errors
+
+
+def test_held_out_answers_of_a_live_run_are_loaded_when_asked_for(watched):
+    journal, tab = watched
+    prompt = Prompt(index=3, text="What is 1 + 1?", tokens_T=[5], messages=None, columns={"answer": "2"})
+    sample = Sample(tokens_T=[7], logprobs_T=[-1.0], text="two", finish="stop", version=0)
+    journal.held_out(0, {"greedy": ([Group(prompt=prompt, samples_G=[sample])], [[1.0]])})
+    take_step(journal, 1)
+    tab.until("!document.querySelector('#kind').parentElement.hidden")
+    tab.value(
+        "document.querySelector('#kind').value = 'held',"
+        " document.querySelector('#kind').dispatchEvent(new Event('change'))"
+    )
+    shown = "document.querySelector('#group').textContent"
+    assert tab.until(f"{shown}.includes('before training') && {shown}.includes('two')")
+    take_step(journal, 2)
+    tab.until(f"{NOW}.includes('step 3 of 10')")
+    assert tab.value(f"{shown}.includes('two')") and not tab.errors
+
+
+def test_old_lines_of_progress_are_folded_away_and_stay_open_once_opened(watched):
+    journal, tab = watched
+    for i in range(60):
+        journal.notice(f"line {i} of progress")
+    notices = "document.querySelector('.notices')"
+    tab.until(f"{notices}.textContent.includes('line 59')")
+    first = tab.value(f"{notices}.querySelector('li').textContent")
+    assert first.endswith("line 59 of progress") and tab.value(f"{notices}.children.length") == 2
+    assert tab.value(f"{notices}.querySelector('summary').textContent") == "49 earlier lines"
+    assert tab.value(f"{notices}.querySelector('details').open") is False
+    tab.value(f"{notices}.querySelector('summary').click()")
+    journal.notice("one more")
+    tab.until(f"{notices}.querySelector('li').textContent.endsWith('one more')")
+    assert tab.value(f"{notices}.querySelector('details').open") is True
 
 
 def test_nothing_that_a_run_says_becomes_markup(watched):

@@ -52,6 +52,8 @@ def test_nothing_else_is_there_and_nothing_can_be_changed(run):
             "/samples?run=-1&step=0",
             "/samples?run=0&step=1",
             "/samples?run=0&step=x",
+            "/samples?run=0",
+            "/samples?run=0&prompt=99",
             "/samples?run=0&step=" + "9" * 5000,
         ):
             assert httpx.get(address + path).status_code == 404, path
@@ -67,7 +69,7 @@ def test_the_tag_changes_with_the_files_and_the_parts_come_under_it(tmp_path):
         assert tags[0] == tags[1] != tags[2]
         update = httpx.get(f"{address}/update").json()
     assert update["data"]["tag"] == tags[2] and update["data"]["runs"] == [
-        {"name": "run", "clock": ANY, "groups": [], "steps": [0]}
+        {"name": "run", "clock": ANY, "groups": [], "steps": [0], "hasHeldOut": False}
     ]
     assert "<h3>Reward</h3>" in update["parts"]["tiles"]
 

@@ -123,11 +123,14 @@ def test_a_long_curve_brings_its_means_for_another_smoothing():
     assert "data-reach" not in curve(points, mark="exact")
 
 
-def test_a_curve_brings_only_the_means_that_reach_beyond_a_step():
-    drawn = [curve([(i, i) for i in range(num_steps)]) for num_steps in (11, 12, 30, 59, 60)]
+def test_a_short_curve_is_smoothed_too_and_more_by_each_strength():
+    drawn = [curve([(i, i) for i in range(num_steps)]) for num_steps in (7, 8, 59)]
     reaches = [re.findall('data-reach="([0-9]+)"', svg) for svg in drawn]
-    assert reaches == [[], ["12"], ["30", "12"], ["30", "12"], ["60", "30", "12"]]
-    assert [name for name, _ in polylines(drawn[3])] == ["curve"]
+    assert reaches == [[], *[["120", "60", "30", "12"]] * 2]
+    assert [name for name, _ in polylines(drawn[1])] == ["curve raw", "curve"]
+    spike = [(i, float(i == 10)) for i in range(20)]
+    peaks = [smoothed(spike, reach=reach)[0][10][1] for reach in (120, 60, 30, 12)]
+    assert peaks == pytest.approx([1 / 3, 1 / 5, 1 / 7, 1 / 9])
 
 
 def test_dots_are_joined_only_if_asked_and_have_error_bars():

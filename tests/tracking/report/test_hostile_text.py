@@ -114,7 +114,9 @@ def write_run(folder, text):
         "rewards": {f"even{text}": 1.0},
         f"column{text}": text,
     }
-    for name, records in {"metrics": metrics, "events": events, "samples": [sample]}.items():
+    lines = {"metrics": metrics, "events": events, "samples": [sample]}
+    lines["held_out"] = [sample | {"step": step, "kind": f"greedy{text}"} for step in (0, 2)]
+    for name, records in lines.items():
         (folder / f"{name}.jsonl").write_bytes(
             b"".join(checked_line(json.dumps(record)) for record in records)
         )

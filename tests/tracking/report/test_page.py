@@ -241,6 +241,43 @@ def test_what_tells_of_exploration_has_charts_of_its_own(tmp_path):
     assert not [name for name in names if name in others] and "Pass@1 " not in text
 
 
+def titles(tmp_path):
+    """Those of the charts at the front, and of the folded ones."""
+    html = (tmp_path / "report" / "page.html").read_text()
+    parts = html.partition("<summary>All other metrics")[::2]
+    return [re.findall(r"<figcaption><b>([^<]*)</b>", part) for part in parts]
+
+
+def test_a_chart_whose_values_are_all_the_same_is_folded_away(tmp_path):
+    run = make_run(tmp_path / "run")
+    steps = [
+        {"step": i, "reward": i / 8, "sigma": 0.0, "cut_fraction": 0.5, "raw": i, "loss": 1.0}
+        for i in range(4)
+    ]
+    lines(run / "metrics.jsonl", steps)
+    page = page_of([run], tmp_path)
+    front, folded = titles(tmp_path)
+    assert front == ["Reward"] and folded == ["raw", "Noise sigma", "Share cut off", "loss"]
+    first = [chart[0]["points"][0][1] for chart in page.data["charts"]]
+    assert first == [0.0, 0.0, 0.0, 0.5, 1.0]  # in the page's order
+
+
+def test_what_the_learner_and_the_limit_hold_back_has_charts_with_names(tmp_path):
+    run = make_run(tmp_path / "run")
+    names = ("cut_fraction", "clip_fraction", "learning_rate", "memory_gb")
+    lines(run / "metrics.jsonl", [{"step": i, **dict.fromkeys(names, 0.1 * i)} for i in range(3)])
+    page_of([run], tmp_path)
+    assert titles(tmp_path)[0] == ["Share cut off", "Clip fraction", "Learning rate", "Peak memory"]
+
+
+def test_each_of_several_rewards_has_a_chart_after_the_reward(tmp_path):
+    run = make_run(tmp_path / "run")
+    keys = ("rewards/tags/mean", "rewards/numeric/mean", "reward", "entropy")
+    lines(run / "metrics.jsonl", [{"step": i, **dict.fromkeys(keys, 0.1 * i)} for i in range(3)])
+    page_of([run], tmp_path)
+    assert titles(tmp_path) == [["Reward", "Reward numeric", "Reward tags", "Entropy"], []]
+
+
 def test_the_header_says_what_the_run_is(tmp_path):
     config = dataclasses.asdict(RunConfig())
     config["algo"]["loss_type"] = "cispo"

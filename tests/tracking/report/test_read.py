@@ -2,12 +2,13 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from qerl.tracking.metric_text import plain_line
 from qerl.tracking.report import page
-from qerl.tracking.report.read import RecordedRun, read_run, select_steps
+from qerl.tracking.report.read import Place, RecordedRun, read_run, select_places
 from qerl.tracking.report.section import (
     charts,
     evaluated,
@@ -21,7 +22,8 @@ from stored_samples import checked_line
 
 
 def run_of(records, evaluations=None, config=None):
-    parts = {"facts": {"config": config or {}}, "result": {}, "groups": [], "notices": [], "coverage": []}
+    parts = {"facts": {"config": config or {}}, "result": {}, "groups": [], "held_out": []}
+    parts |= {"notices": [], "coverage": [], "progress": []}
     return RecordedRun(name="run", records=records, evaluations=evaluations or {}, **parts)
 
 
@@ -39,33 +41,65 @@ def write_samples(folder, num_steps, num_prompts, num_samples, text="t"):
                 file.write(checked_line(json.dumps(record)))
 
 
-def test_a_large_run_shows_its_newest_and_evenly_spread_steps():
-    assert select_steps(list(range(100)), 8) == [0, 16, 32, 49, 65, 81, 98, 99]
-    assert select_steps(list(range(100)), 1) == [99]
-    assert select_steps([3, 5], 8) == [3, 5]
+def places_of(num_steps, num_prompts, size=8, first_prompt=lambda step: 0):
+    """{step: places} of a run that has these prompts in each step."""
+    path = Path("samples.jsonl")
+    return {
+        step: [Place(path, i, str(first_prompt(step) + i // size)) for i in range(num_prompts * size)]
+        for step in range(num_steps)
+    }
 
 
-def test_select_steps_are_as_many_as_asked_for_and_no_step_comes_twice():
-    for num_steps in range(1, 40):
-        for num_chosen in range(1, 45):
-            chosen = select_steps(list(range(num_steps)), num_chosen)
-            assert len(set(chosen)) == len(chosen) == min(num_steps, num_chosen) and chosen == sorted(chosen)
-            assert chosen[-1] == num_steps - 1
+def numbers(places, selected):
+    """{step: number of its samples that are selected}"""
+    chosen = [
+        (step, sum(any(place is each for each in selected) for place in places[step])) for step in places
+    ]
+    return {step: number for step, number in chosen if number}
+
+
+def test_samples_of_every_step_are_shown_and_of_the_newest_all():
+    places = places_of(36, 72)
+    shown = numbers(places, select_places(places, 2000))
+    assert list(shown) == list(range(36)) and sum(shown.values()) <= 2000
+    assert shown.pop(35) == 496 and set(shown.values()) == {40}  # a quarter of the page; five groups each
+    few = places_of(36, 10)
+    assert numbers(few, select_places(few, 2000))[35] == 80
+
+
+def test_of_more_steps_than_groups_evenly_spaced_ones_are_shown():
+    places = places_of(100, 2, size=4)
+    shown = numbers(places, select_places(places, 36))
+    assert list(shown) == [0, 14, 28, 42, 56, 70, 84, 99] and shown[99] == 8
+
+
+def test_a_selection_has_whole_groups_of_different_steps_and_no_more_than_asked_for():
+    for num_steps in range(1, 12):
+        for max_samples in range(1, 70):
+            places = places_of(num_steps, 3, size=2)
+            shown = numbers(places, select_places(places, max_samples))
+            assert 0 < sum(shown.values()) <= max_samples and num_steps - 1 in shown
+            assert max_samples < 2 or all(number % 2 == 0 for number in shown.values())
+            assert len(shown) >= min(num_steps, max_samples // 2 - 2)
+
+
+def test_prompts_that_come_in_several_steps_are_preferred():
+    places = {step: places_of(1, 4, first_prompt=lambda _, n=10 * step: -n)[0] for step in range(3)}
+    places[1] += [Place(Path("samples.jsonl"), 100 + i, "0") for i in range(8)]
+    shown = select_places(places, 32)
+    assert {place.prompt for place in shown if place in places[1]} == {"0"}
 
 
 def test_the_samples_on_a_page_are_capped_and_the_page_says_so(tmp_path):
     write_samples(tmp_path, num_steps=30, num_prompts=4, num_samples=2)
-    run = read_run(tmp_path, "run", max_samples=50)
-    assert [group["step"] for group in run.groups[::4]] == [0, 5, 11, 17, 23, 29]
-    assert [s["text"] for s in run.groups[4 * 5 + 1]["samples"]] == ["t29.2", "t29.3"]
-    assert run.coverage == [
-        "This page shows 48 samples from 6 steps: the newest and evenly spaced ones."
-        " samples.jsonl has all 240 samples from 30 steps."
-    ]
+    run = read_run(tmp_path, "run", max_samples=100)
+    assert [group["step"] for group in run.groups] == [*range(29), 29, 29, 29, 29]
+    assert [s["text"] for s in run.groups[-3]["samples"]] == ["t29.2", "t29.3"]
+    assert run.coverage == ["This page shows 66 of 240 samples, from 30 of 30 steps; samples.jsonl has all."]
 
 
 def test_one_step_of_too_many_samples_is_cut(tmp_path):
-    write_samples(tmp_path, num_steps=2, num_prompts=30, num_samples=2)
+    write_samples(tmp_path, num_steps=2, num_prompts=1, num_samples=30)
     run = read_run(tmp_path, "run", max_samples=10)
     assert {group["step"] for group in run.groups} == {1}
     assert sum(len(group["samples"]) for group in run.groups) == 10 and run.coverage
@@ -233,3 +267,40 @@ def test_steps_are_numbered_as_on_the_console():
     assert charts([run], [("reward", "Reward", "")])[1][0][0]["points"][0][0] == 1
     script = page.asset("page.js")
     assert "step ${group.step + 1}" in script and "String(step + 1)" in script
+
+
+def write_held_out(folder, steps, num_problems=2, **fields):
+    (folder / "metrics.jsonl").write_bytes(b"".join(checked_line(f'{{"step": {i}}}') for i in range(100)))
+    records = [
+        {"step": step, "prompt_index": i, "kind": kind, "prompt": f"p{i}", "text": f"{kind} {step}"} | fields
+        for step in steps
+        for kind in ("sampled", "greedy")
+        for i in range(num_problems)
+    ]
+    with open(folder / "held_out.jsonl", "ab") as file:
+        file.write(b"".join(checked_line(json.dumps(record)) for record in records))
+
+
+def test_held_out_answers_are_grouped_by_problem_in_the_order_of_training(tmp_path):
+    write_held_out(tmp_path, [0, 10, 100])
+    groups = read_run(tmp_path, "run", max_samples=9).held_out
+    assert [(group["prompt"], len(group["samples"])) for group in groups] == [("p0", 6), ("p1", 6)]
+    texts = [sample["text"] for sample in groups[0]["samples"] if sample["kind"] == "greedy"]
+    assert texts == ["greedy 0", "greedy 10", "greedy 100"]
+
+
+def test_of_many_evaluations_the_first_the_last_and_some_between_are_shown(tmp_path):
+    write_held_out(tmp_path, range(0, 101, 5))
+    (samples, _) = (group["samples"] for group in read_run(tmp_path, "run", max_samples=9).held_out)
+    assert sorted({sample["step"] for sample in samples}) == [0, 20, 40, 60, 80, 100]
+
+
+def test_the_later_of_two_evaluations_at_a_step_counts_and_none_beyond_the_last_step(tmp_path):
+    write_held_out(tmp_path, [0, 7, 101])
+    write_held_out(tmp_path, [7], text="again")
+    samples = read_run(tmp_path, "run", max_samples=9).held_out[0]["samples"]
+    assert {(sample["step"], sample["text"]) for sample in samples} == {
+        (0, "sampled 0"),
+        (0, "greedy 0"),
+        (7, "again"),
+    }

@@ -150,6 +150,39 @@ def test_prompts_are_shown_without_template_tokens_and_raw_on_demand(report):
 
 
 @pytest.mark.parametrize(
+    ("prompts", "lines"),
+    [
+        (["1 + 1 = 2\n3 + 4 =", "1 + 1 = 2\n5 + 6 ="], ["3 + 4 =", "5 + 6 ="]),
+        (["How many?\n\nAnswer in tags.", "Why so?\n\nAnswer in tags."], ["How many?", "Why so?"]),
+        (
+            ["Solve this little problem: 3 x", "Solve this little problem: 4 y"],
+            ["\u2026 3 x", "\u2026 4 y"],
+        ),
+        (["What is 3?", "What is 4?"], ["What is 3?", "What is 4?"]),
+        (["One alone\nwith two lines"], ["One alone"]),
+        ([""], [""]),
+    ],
+)
+def test_a_prompt_is_listed_by_what_the_others_do_not_have(report, prompts, lines):
+    assert report.value(f"[...summaries({json.dumps(prompts)}).values()]") == lines
+
+
+def test_no_value_of_the_results_is_broken_however_short_the_names_of_runs_are(tab, tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_bytes(checked_line('{"step": 0, "reward": 1.0}'))
+        (tmp_path / name / "result.json").write_text('{"accuracy_after": 0.765625}')
+    write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+    tab.open((tmp_path / "page.html").as_uri())
+    for width in (420, 1280):
+        tab.resize(width, 900)
+        rows = "[...document.querySelectorAll('[data-part=results] td')].map((cell) => cell.offsetHeight)"
+        heights = tab.value(rows)
+        assert len(heights) == 2 and max(heights) < 30
+    tab.resize(1280, 900)
+
+
+@pytest.mark.parametrize(
     ("prompt", "expected"),
     [
         (
@@ -183,3 +216,97 @@ def test_the_page_fits_narrow_and_wide_in_light_and_dark(report):
         assert report.value("document.documentElement.scrollWidth") <= width
     report.resize(1280, 900)
     report.dark(False)
+
+
+@pytest.fixture
+def samples(tab, tmp_path):
+    """A tab with the report of four steps: in each prompt 7, with 0 to 3 correct samples, and another one."""
+    records = [
+        {
+            "step": step,
+            "prompt_index": prompt,
+            "prompt": f"What is {prompt}?",
+            "text": f"answer {step}.{i}",
+            "reward": float(i < step),
+            "num_tokens": 10 * (step + 1) if i else 100,
+            "finish": "stop" if i else "length",
+        }
+        for step in range(4)
+        for prompt in (7, 20 + step)
+        for i in range(3)
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(checked_line(f'{{"step": {i}}}') for i in range(4)))
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(checked_line(json.dumps(each)) for each in records))
+    answers = [
+        {"step": step, "prompt_index": i, "kind": kind, "prompt": f"Problem {i}", "text": f"{kind} {step}"}
+        | {"reward": float(step * i > 0), "num_tokens": 3}
+        for step in (0, 4)
+        for kind in ("sampled", "greedy")
+        for i in range(2)
+    ]
+    (tmp_path / "held_out.jsonl").write_bytes(b"".join(checked_line(json.dumps(each)) for each in answers))
+    write_report([tmp_path], tmp_path / "page.html")
+    tab.errors.clear()
+    tab.open((tmp_path / "page.html").as_uri())
+    yield tab
+    assert not tab.errors
+
+
+def test_one_prompt_is_shown_across_its_steps_and_a_click_leads_back(samples):
+    shown, button = "document.querySelector('#group').textContent", "document.querySelector('.about button')"
+    assert samples.value(f"{button}.textContent") == "in all steps"
+    samples.value(f"{button}.click()")
+    heads = "[...document.querySelectorAll('#group > .role')].map((head) => head.textContent)"
+    expected = ["step 1, reward 0", "step 2, reward 0.33", "step 3, reward 0.67", "step 4, reward 1"]
+    assert samples.until(f"{heads}.length && {heads}") == expected
+    assert [f"answer {step}.2" in samples.value(shown) for step in range(4)] == [True] * 4
+    choose(samples, "#text", "answer 2")
+    assert samples.value(heads) == ["step 3, reward 0.67"]
+    choose(samples, "#text", "")
+    samples.value(f"{button}.click()")
+    assert "answer 3.0" in samples.value(shown) and "answer 2.0" not in samples.value(shown)
+    samples.value("document.querySelectorAll('#groups button')[1].click()")
+    assert samples.value(button) is None  # that prompt is in no other step
+
+
+def test_lengths_are_a_histogram_with_those_that_were_cut_off_on_top(samples):
+    caption = "document.querySelector('#lengths figcaption').textContent"
+    assert samples.value(caption) == "Lengths of these samples: median 40, longest 100 tokens; 33 % cut off"
+    bar = "[bar.getAttribute('class'), +bar.getAttribute('height')]"
+    bars = f"[...document.querySelectorAll('#lengths rect')].map((bar) => {bar})"
+    assert samples.value(bars) == [["ended", 70.0], ["cut", 35.0]]
+    samples.value(
+        "document.querySelector('#step').value = '',"
+        " document.querySelector('#step').dispatchEvent(new Event('change'))"
+    )
+    assert [kind for kind, _ in samples.value(bars)] == [*["ended"] * 4, "cut"]
+    choose(samples, "#text", "no such text")
+    assert samples.value("document.querySelector('#lengths').hidden")
+
+
+def test_held_out_answers_before_and_after_stand_side_by_side_the_changed_ones_first(samples):
+    choose_kind = (
+        "document.querySelector('#kind').value = '{}',"
+        " document.querySelector('#kind').dispatchEvent(new Event('change'))"
+    )
+    samples.value(choose_kind.format("held"))
+    rows = "[...document.querySelectorAll('#groups button')].map((row) => row.textContent)"
+    assert samples.value(rows) == ["Problem 1problem 1, greedy +1", "Problem 0problem 0, greedy 0"]
+    card = "[...row.querySelectorAll('header span, pre')].map((part) => part.textContent)"
+    cards = f"[...document.querySelectorAll('#group .cards')].map((row) => {card})"
+    shown = [
+        [f"reward {reward}", when, "3 tokens", f"{kind} {step}"]
+        for kind in ("greedy", "sampled")
+        for reward, when, step in ((0, "before training", 0), (1, "after step 4", 4))
+    ]
+    assert samples.value(cards) == [shown[0] + shown[1], shown[2] + shown[3]]
+    tops = "[...document.querySelectorAll('#group .cards')[0].children].map((card) => card.offsetTop)"
+    assert len(set(samples.value(tops))) == 1  # side by side
+    assert samples.value("document.querySelector('#step').parentElement.hidden")
+    samples.value(choose_kind.format(""))
+    assert samples.value("document.querySelectorAll('#groups button').length") == 2
+    assert not samples.value("document.querySelector('#step').parentElement.hidden")
+
+
+def test_without_held_out_answers_there_is_no_choice_of_them(report):
+    assert report.value("document.querySelector('#kind').parentElement.hidden")

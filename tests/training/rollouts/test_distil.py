@@ -60,7 +60,7 @@ def options(files, out, *more):
 
 
 def distilled(files, out, *more):
-    command(["distil", "demo", *options(files, out, *more)])
+    command(["distil", "demo_long", *options(files, out, *more)])
     return metrics(out)
 
 
@@ -159,7 +159,7 @@ def test_another_model_in_its_own_format_teaches(files, tmp_path):
     other = "--distil.teacher", str(tmp_path / "large"), "--distil.format", "bf16"
     given = options(files, tmp_path / "run", "--distil.loss", "forward_kl", "--num-steps", "4")
     place = given.index("--teacher")
-    command(["distil", "demo", *given[:place], *given[place + 2 :], *other])
+    command(["distil", "demo_long", *given[:place], *given[place + 2 :], *other])
     steps = metrics(tmp_path / "run")
     assert steps[-1]["loss"] < steps[0]["loss"]
 
@@ -226,7 +226,7 @@ def test_what_cannot_be_is_refused_in_a_line(files, tmp_path, more, message):
 def test_two_ranks_end_as_one(files, tmp_path):
     more = "--distil.loss", "jsd", "--num-steps", "2"
     one = distilled(files, tmp_path / "one", *more)
-    ranks = StartedRanks(2, *tiny_run.QERL, "distil", "demo", *options(files, tmp_path / "two", *more))
+    ranks = StartedRanks(2, *tiny_run.QERL, "distil", "demo_long", *options(files, tmp_path / "two", *more))
     _, errors = ranks.communicate()
     assert ranks.returncode == 0, errors
     for a, b in zip(one, metrics(tmp_path / "two"), strict=True):

@@ -307,7 +307,7 @@ def test_what_it_cannot_do_is_refused(settings, said):
 def test_killed_and_started_again_a_partial_run_is_the_unbroken_one(files, tmp_path, keeps):
     given = ("--rollout.partial", "--rollout.extra-prompts", "3", "--engine.max-num-seqs", "6", *keeps)
     given += ("--task.reward-overlap", "always")
-    steps = goes_on(files, tmp_path, *given, recipe="demo")
+    steps = goes_on(files, tmp_path, *given, recipe="demo_long")
     assert sum(step["carried_samples"] for step in steps) > 0 and steps[-1]["carried_samples"] == 0
     assert max(step["staleness"] for step in steps) > 0
     assert any(step.get("reused_tokens", 0) for step in steps) == bool(keeps)

@@ -68,4 +68,4 @@ def test_branches_are_refused():
 def test_killed_and_started_again_the_order_is_the_unbroken_runs(tmp_path_factory, tmp_path):
     files = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
     given = ("--rollout.prompt-order", "longest_first", "--engine.max-num-seqs", "6")
-    goes_on(files, tmp_path, *given, recipe="demo")
+    goes_on(files, tmp_path, *given, recipe="demo_long")

@@ -171,7 +171,7 @@ def options(files, out, url, *more):
     given = tiny_run.options(files, out)
     place = given.index("--noise.num-stages")
     distil = ["--distil.retries", "0", "--distil.timeout-s", "1", "--teacher", url]
-    return ["distil", "demo", *given[:place], *given[place + 2 :], *distil, "--num-steps", "2", *more]
+    return ["distil", "demo_long", *given[:place], *given[place + 2 :], *distil, "--num-steps", "2", *more]
 
 
 def test_a_run_counts_what_it_lost_and_goes_on(files, tmp_path):

@@ -1,7 +1,8 @@
 """The demo, and the runs of QeRL's paper.
 
-    demo         sums of two numbers with the built-in model, small enough for a CPU
-    higher_lower the demo in several turns, with an environment that says higher or lower
+    demo         sums of two numbers as plain text with the built-in model: minutes on two CPU cores
+    demo_long    the same sums as a chat, with AQN: the base of the methods and of the studies
+    higher_lower the long demo in several turns, with an environment that says higher or lower
     gsm8k        QeRL's GSM8K run, arXiv 2510.11696, table 4: Qwen2.5-3B-Instruct, GRPO
     big_math     QeRL's BigMath run, the same table: Qwen2.5-7B-Instruct, DAPO's loss
     dapo_math    DAPO, arXiv 2503.14476, on its own 17,000 problems, with QeRL's model, noise and adapter
@@ -60,10 +61,25 @@ CODE_TEMPLATE = (
 
 
 def demo() -> RunConfig:
-    """Train SmolLM2-135M in NVFP4 to add; sigma is relative to its norm weights of about 0.3."""
+    """Train SmolLM2-135M in NVFP4 to complete sums, in minutes on two CPU cores."""
+    long = demo_long()
+    return replace(
+        long,
+        out="runs/demo",
+        num_steps=24,
+        task=replace(long.task, chat="messages", template="The sum of {metadata[expression]} is"),
+        sample=SampleConfig(max_tokens=6, temperature=1.0, stop=("\n",)),
+        noise=NoiseConfig(schedule="none"),
+        evaluate=EvalConfig(num_prompts=128),
+    )
+
+
+def demo_long() -> RunConfig:
+    """Train SmolLM2-135M in NVFP4 to answer sums in chats, with AQN."""
+    # Sigma is relative to the model's norm weights, of about 0.3.
     # 64 rows of logits are for a CPU: a larger vocabulary on a GPU wants the default.
     return RunConfig(
-        out="runs/demo",
+        out="runs/demo-long",
         num_steps=40,
         num_prompts=16,
         num_generations=8,
@@ -92,8 +108,8 @@ def demo() -> RunConfig:
 
 
 def higher_lower() -> RunConfig:
-    """Train on the demo's sums in up to three turns; the reply to a wrong number is higher or lower."""
-    config = demo()
+    """Train on such sums in up to three turns; the reply to a wrong number is higher or lower."""
+    config = demo_long()
     return replace(
         config,
         out="runs/higher_lower",
@@ -224,5 +240,6 @@ def plain() -> RunConfig:
 
 
 PAPER: dict[str, Callable[[], RunConfig]] = {
-    recipe.__name__: recipe for recipe in (demo, higher_lower, gsm8k, big_math, dapo_math, math, code)
+    recipe.__name__: recipe
+    for recipe in (demo, demo_long, higher_lower, gsm8k, big_math, dapo_math, math, code)
 }

@@ -62,7 +62,9 @@ async function refreshPage() {
     currentParts[name] = html;
     // The server has escaped all text of a run.
     const parsed = new DOMParser().parseFromString(html, "text/html").body.childNodes;
-    document.querySelector(`[data-part=${name}]`).replaceChildren(...parsed);
+    const part = document.querySelector(`[data-part=${name}]`), isOpen = part.querySelector("details")?.open;
+    part.replaceChildren(...parsed);
+    if (isOpen) part.querySelector("details")?.setAttribute("open", "");
   }
   data = fresh.data;
   applyHidden();
@@ -77,7 +79,14 @@ chooseStep = async function () {
   if (fields.step.options.length !== steps.length + 1 || before !== fields.step.value || loaded?.run !== index) fillSteps(steps, before);
   const step = before === "" ? steps[steps.length - 1] : Number(before);
   byId("samples").classList.toggle("none", step === undefined);
+  showKinds();
   if (step === undefined) return;
+  if (isHeldOut()) {
+    const groups = await getJson(`samples?run=${index}&held_out=1`);
+    extendRewardRange(groups);
+    data.runs[index].heldOut = groups;
+    return listGroups();
+  }
   if (loaded?.run !== index || loaded.step !== step) {
     const groups = await getJson(`samples?run=${index}&step=${step}`);
     if (Number(fields.run.value) !== index || (fields.step.value || String(step)) !== String(step)) return;
@@ -87,7 +96,8 @@ chooseStep = async function () {
   data.runs[index].groups = loaded.groups;
   listGroups();
 };
-for (const field of [fields.run, fields.step]) field.addEventListener("change", () => chooseStep().catch(showDisconnected));
+groupsOf = (group) => getJson(`samples?run=${fields.run.value}&prompt=${group.prompt_index}`).catch(() => [group]);
+for (const field of [fields.run, fields.kind, fields.step]) field.addEventListener("change", () => chooseStep().catch(showDisconnected));
 
 function showDisconnected() {
   now.replaceChildren(element("span", { className: "state lost" }, [element("i"), "qerl watch does not answer; showing the last known state"]));

@@ -13,16 +13,19 @@ from qerl.tracking.metric_text import clock, seconds_left
 from qerl.tracking.report import read
 from qerl.tracking.sample_files import segments
 
-_NUM_NOTICES = 5
-"""Only the newest are shown."""
+_NUM_LINES = 50
+"""Number of the newest messages that the page has."""
 
-_STEP = re.compile(rb'\{"step": (\d{1,15}), .*\}\n', re.DOTALL)
+_STEP = re.compile(rb'\{"step": (\d{1,15}), "prompt_index": (\d{1,15}), .*\}\n', re.DOTALL)
 
 
 def step_of(line: bytes) -> dict[str, Any] | None:
-    """Return a sample's record, or only its step if the line has the journal's form, which is much faster."""
+    """Return a sample's record, or only its step and prompt if the line has the journal's form, which is much
+    faster."""
     match = _STEP.fullmatch(line)
-    return {"step": int(match[1])} if match and is_intact(line) else decode(line)
+    if match is None or not is_intact(line):
+        return decode(line)
+    return {"step": int(match[1]), "prompt_index": int(match[2])}
 
 
 class LineReader:
@@ -75,10 +78,10 @@ class RunFollower:
         self._metrics, self._events = (LineReader(folder / f"{part}.jsonl") for part in ("metrics", "events"))
         self._samples = LineReader(folder / "samples.jsonl", step_of)
         self._records: list[dict[str, Any]] = []
-        self._offsets: dict[int, list[int]] = {}
+        self._newest: dict[int, list[read.Place]] = {}
         self._older: dict[Path, dict[int, list[read.Place]]] = {}
         self._older_damage: dict[Path, list[str]] = {}
-        self._notices: list[str] = []
+        self._progress: list[str] = []
         self._objects: dict[str, dict[str, Any]] = {}
         self._damage: list[str] = []
         with read.refusing_unreadable():
@@ -98,15 +101,16 @@ class RunFollower:
         self._records = known + [record for _, record in lines if read.has_step(record)]
         is_void, lines = self._samples.read_new()
         if is_void:
-            self._offsets = {}
+            self._newest = {}
         for offset, record in lines:
             if read.has_step(record):
-                self._offsets.setdefault(record["step"], []).append(offset)
+                place = read.Place(self._samples.path, offset, str(record.get("prompt_index")))
+                self._newest.setdefault(record["step"], []).append(place)
         self._read_older()
         is_void, lines = self._events.read_new()
         events = [record for _, record in lines if "checkpoint" not in record]
         texts = [f"{_time_of_day(each.get('wall_time'))}{each.get('text', '')}" for each in events]
-        self._notices = ([] if is_void else self._notices)[-_NUM_NOTICES:] + texts[-_NUM_NOTICES:]
+        self._progress = (([] if is_void else self._progress) + texts)[-_NUM_LINES:]
         damaged = [file for file in (self._metrics, self._samples) if file.damaged]
         self._damage = [damage_notice(file.path.name, file.damaged) for file in damaged]
         self._damage += [text for texts in self._older_damage.values() for text in texts]
@@ -118,20 +122,38 @@ class RunFollower:
             **self._objects,
             records=self._records,
             groups=[],
-            notices=[*self._damage, *self._notices[-_NUM_NOTICES:]],
+            held_out=[],
+            notices=self._damage,
             coverage=[],
+            progress=self._progress,
         )
 
     def steps(self) -> list[int]:
         """Return the steps whose samples are complete, since their metrics are there too."""
         last = self._records[-1]["step"] if self._records else -1
-        known = {*self._offsets, *(step for places in self._older.values() for step in places)}
+        known = {*self._newest, *(step for places in self._older.values() for step in places)}
         return sorted(step for step in known if step <= last)
 
     def groups(self, step: int) -> list[dict[str, Any]]:
+        """Return the samples of a step, by prompts."""
+        return read.read_groups(self._places(step))
+
+    def groups_of(self, prompt: str) -> list[dict[str, Any]]:
+        """Return the samples of one prompt in all steps that have it, the newest ones of too many."""
+        places = [place for step in self.steps() for place in self._places(step) if place.prompt == prompt]
+        return read.read_groups(places[-read.MAX_OF_PROMPT :])
+
+    @property
+    def has_held_out(self) -> bool:
+        return (self._folder / "held_out.jsonl").exists()
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """Return the answers to held-out problems, by problem."""
+        return read.read_held_out(self._folder, self.steps()[-1] + 1 if self.steps() else 0, [])
+
+    def _places(self, step: int) -> list[read.Place]:
         older = [places[step] for places in self._older.values() if step in places]
-        newest = [(self._samples.path, offset) for offset in self._offsets.get(step, [])]
-        return read.read_groups(older[0] if older else newest)
+        return older[0] if older else self._newest.get(step, [])
 
     def _read_older(self) -> None:
         """Look for compressed files that are new, and forget those that are gone."""

@@ -1,7 +1,8 @@
 """Answer the page's requests.
 
 /          the page                         /now       run states, GPUs, and a tag that names the content
-/update    changed parts and data           /samples   the groups of ?run=0&step=12
+/update    changed parts and data           /samples   the groups of ?run=0&step=12, ?run=0&prompt=7 or
+                                             ?run=0&held_out=1
 """
 
 import threading
@@ -47,16 +48,23 @@ class LivePage:
             return self._update
 
     def samples(self, query: str) -> bytes | None:
-        """Return the groups of a run's step; None if there are none."""
+        """Return the groups of a run's step, of its prompt in all steps, or of its held-out problems; None if
+        there are none."""
         try:
             wanted = {name: int(values[0]) for name, values in parse_qs(query).items()}
-            run, step = wanted["run"], wanted["step"]
+            run = wanted["run"]
         except (KeyError, ValueError):
             return None
-        if not 0 <= run < len(self._followers):
+        if not 0 <= run < len(self._followers) or not wanted.keys() & {"step", "prompt", "held_out"}:
             return None
+        follower = self._followers[run]
         with self._lock:
-            groups = self._followers[run].groups(step)
+            if "held_out" in wanted:
+                groups = follower.held_out()
+            elif "step" in wanted:
+                groups = follower.groups(wanted["step"])
+            else:
+                groups = follower.groups_of(str(wanted["prompt"]))
         return encode(groups) if groups else None
 
     def _refresh(self) -> str:
@@ -65,6 +73,9 @@ class LivePage:
         return "-".join(follower.tag for follower in self._followers)
 
     def _contents(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
-        samples = [{"groups": [], "steps": follower.steps()} for follower in self._followers]
+        samples = [
+            {"groups": [], "steps": follower.steps(), "hasHeldOut": follower.has_held_out}
+            for follower in self._followers
+        ]
         parts, data = page.contents([follower.run() for follower in self._followers], samples)
         return parts, data | {"isLive": True, "tag": tag}

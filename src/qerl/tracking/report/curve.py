@@ -1,7 +1,7 @@
 """Draw curves as inline SVG; the page's style sheet sets the colors, for light and dark mode.
 
 position    x = left + (value - low) / (high - low) * width      of the logarithms on a log scale
-smoothed    mean of 2 r + 1 neighboring steps, r = steps // 60; the raw values are shapes behind it
+smoothed    mean of 2 r + 1 neighboring steps, r = max(2, steps // 60); the raw values are shapes behind it
 
 Pages without a script show these shapes too, so page.js draws no curve: it moves the shapes to another x axis
 and shows the means of another strength, which a curve brings along.
@@ -21,8 +21,10 @@ WIDTH, HEIGHT = 480, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 8, 24
 MAX_POINTS = 600
 _NORMAL = 60
-_REACHES = (120, _NORMAL, 30, 12)
-"""From light to strongest smoothing: r = steps // reach."""
+_REACHES = {120: 1, _NORMAL: 2, 30: 3, 12: 4}
+"""From light to strongest smoothing: r = steps // reach, and the least r, which short runs have."""
+_MIN_SMOOTHED = 8
+"""Number of values from which on a curve has means."""
 _MAX_MEANS = 300
 _LOG_FROM = 20.0
 """A log scale is used if the largest value is more than this many times the median; a small one does not."""
@@ -82,7 +84,8 @@ def smoothed(points: Points, breaks: Sequence[float] = (), reach: int = _NORMAL)
 
     A long curve has them at every few steps, and at the last step of the stretch.
     """
-    radius, stride, stretches = len(points) // reach, max(1, len(points) // _MAX_MEANS), []
+    radius, stretches = max(_REACHES[reach], len(points) // reach), []
+    stride = max(1, len(points) // _MAX_MEANS)
     for begin, end in itertools.pairwise([-math.inf, *breaks, math.inf]):
         stretch = [point for point in points if begin <= point[0] < end]
         sums = list(itertools.accumulate((y for _, y in stretch), initial=0.0))
@@ -190,7 +193,7 @@ def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
     edge = [(x, low) for x, low, _ in one.band] + [(x, high) for x, _, high in reversed(one.band)]
     outline = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed(edge))
     shade = f'<polygon class="band" points="{outline}"/>' if edge else ""
-    reaches = [reach for reach in _REACHES if one.mark == "line" and len(one.points) >= reach]
+    reaches = _REACHES if one.mark == "line" and len(one.points) >= _MIN_SMOOTHED else {}
     lines = _path("curve raw" if _NORMAL in reaches else "curve", points)
     for reach in reaches:
         means = map(placed, smoothed(one.points, sorted(one.breaks), reach))

@@ -2,7 +2,7 @@
 // Text of a run enters the page only through text nodes.
 let data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const MAX_LISTED = 300;
+const MAX_LISTED = 300, MIN_SHARED = 20;
 
 function element(name, properties = {}, children = []) {
   const node = Object.assign(document.createElement(name), properties);
@@ -194,7 +194,7 @@ addEventListener("resize", showCrosshair);
 attachPointer();
 
 // Samples.
-const fields = Object.fromEntries(["run", "step", "text", "low", "high"].map((id) => [id, byId(id)]));
+const fields = Object.fromEntries(["run", "kind", "step", "text", "low", "high"].map((id) => [id, byId(id)]));
 let minReward = Infinity, maxReward = -Infinity, listed = [], current = null;
 
 // The range of all rewards so far sets the colors: orange to blue, which every kind of color vision tells apart.
@@ -214,6 +214,29 @@ function rewardColor(reward) {
 
 function formatNumber(value, digits = 3) {
   return value === null ? "none" : String(+value.toFixed(digits));
+}
+
+// The held-out problems have a sample for each evaluation and kind of sampling: {step, kind}.
+const isHeldOut = () => fields.kind.value === "held";
+const moment = (sample) => sample.step ? `after step ${sample.step}` : "before training";
+
+function shownGroups() {
+  const run = data.runs[Number(fields.run.value)];
+  if (!isHeldOut()) return run.groups.filter((group) => fields.step.value === "" || group.step === Number(fields.step.value));
+  // Problems whose greedy answers changed most come first.
+  return [...run.heldOut ?? []].sort((a, b) => Math.abs(gain(b)) - Math.abs(gain(a)));
+}
+
+function gain(group) {
+  const rewards = group.samples.filter((sample) => sample.kind === "greedy").map((sample) => sample.reward ?? 0);
+  return rewards.length ? rewards[rewards.length - 1] - rewards[0] : 0;
+}
+
+function showKinds() {
+  const run = data.runs[Number(fields.run.value)], has = run.hasHeldOut ?? run.heldOut?.length > 0;
+  if (!has) fields.kind.value = "";
+  fields.kind.parentElement.hidden = !has;
+  fields.step.parentElement.hidden = isHeldOut();
 }
 
 // Samples of a group that pass the filter.
@@ -265,10 +288,27 @@ function messages(prompt) {
   return found;
 }
 
-// Summarize a prompt by the last long line of its last message.
-function summary(prompt) {
-  const text = messages(prompt).pop()?.[1] ?? "", lines = text.split("\n").map((line) => line.trim());
-  return lines.filter((line) => line.length > 12).pop() ?? lines.join(" ");
+// Summarize each prompt by the line of its last message that the fewest other prompts have, without the words that all of
+// these lines begin with.
+function summaries(prompts) {
+  const linesOf = new Map(), counts = new Map();
+  for (const prompt of new Set(prompts)) {
+    const lines = (messages(prompt).pop()?.[1] ?? "").split("\n").map((line) => line.trim()).filter(Boolean);
+    linesOf.set(prompt, lines);
+    for (const line of new Set(lines)) counts.set(line, (counts.get(line) ?? 0) + 1);
+  }
+  const rarest = (lines) => lines.reduce((best, line) => counts.get(line) < counts.get(best) ? line : best, lines[0] ?? "");
+  const chosen = new Map([...linesOf].map(([prompt, lines]) => [prompt, rarest(lines)]));
+  const shared = sharedStart([...chosen.values()]);
+  return new Map([...chosen].map(([prompt, line]) => [prompt, shared > MIN_SHARED ? `\u2026 ${line.slice(shared)}` : line]));
+}
+
+// The length of the words that all lines begin with; 0 for a single line.
+function sharedStart(lines) {
+  if (new Set(lines).size < 2) return 0;
+  let length = 0;
+  while (lines.every((line) => length < line.length && line[length] === lines[0][length])) length++;
+  return lines[0].lastIndexOf(" ", length - 1) + 1;
 }
 
 function promptBox(prompt) {
@@ -295,7 +335,8 @@ function conversation(turns) {
 
 function sampleCard(sample) {
   const reward = element("span", {}, ["reward ", element("b", { textContent: formatNumber(sample.reward) })]);
-  const advantage = element("span", {}, ["advantage ", element("b", { textContent: formatNumber(sample.advantage, 2) })]);
+  const advantage = sample.kind ? element("span", { textContent: moment(sample) })
+    : element("span", {}, ["advantage ", element("b", { textContent: formatNumber(sample.advantage, 2) })]);
   const tokens = sample.num_tokens === null ? "" : `${sample.num_tokens} tokens`;
   const length = element("span", { textContent: sample.finish === "length" ? `${tokens}, truncated` : tokens });
   const branch = sample.prefix_tokens ? [element("span", { textContent: `branched after ${sample.prefix_tokens} tokens` })] : [];
@@ -308,35 +349,111 @@ function sampleCard(sample) {
   return node;
 }
 
+// The samples of one prompt in all steps, if these are shown in place of a group: {group, groups}.
+let spread = null;
+
+function groupsOf(group) {
+  return data.runs[Number(fields.run.value)].groups.filter((other) => other.prompt_index === group.prompt_index);
+}
+
+async function spreadPrompt(group) {
+  spread = { group, groups: await groupsOf(group) };
+  showSpread();
+}
+
+function showSpread() {
+  const { group, groups } = spread, back = element("button", { type: "button", textContent: `step ${group.step + 1} alone` });
+  back.addEventListener("click", () => openGroup(group));
+  const steps = [...groups].sort((a, b) => a.step - b.step).map((each) => [each, matchingSamples(each)]);
+  byId("group").replaceChildren(promptBox(group.prompt), aboutGroup(group, `prompt ${group.prompt_index} in ${groups.length} steps`, back),
+    ...steps.flatMap(([each, shown]) => shown.length ? [
+      element("p", { className: "role", textContent: `step ${each.step + 1}${meanReward(each)}` }),
+      element("div", { className: "cards" }, shown.map(sampleCard)),
+    ] : []));
+}
+
+function meanReward(group) {
+  const rewards = group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
+  return rewards.length ? `, reward ${formatNumber(rewards.reduce((a, b) => a + b) / rewards.length, 2)}` : "";
+}
+
+function aboutGroup(group, text, ...buttons) {
+  const about = element("p", { className: "about" }, [text]);
+  if (group.answer !== null) about.append(", answer ", element("b", {}, highlighted(group.answer)));
+  about.append(...buttons.flatMap((button) => [" ", button]));
+  return about;
+}
+
 function openGroup(group) {
   current = group;
+  spread = null;
   for (const [i, button] of [...byId("groups").querySelectorAll("button")].entries()) {
     button.setAttribute("aria-current", String(listed[i] === group));
   }
   if (!group) return byId("group").replaceChildren();
-  const shown = matchingSamples(group);
-  const about = element("p", { className: "about" }, [`step ${group.step + 1}, prompt ${group.prompt_index}`]);
-  if (group.answer !== null) about.append(", answer ", element("b", {}, highlighted(group.answer)));
-  if (shown.length < group.samples.length) about.append(`; ${shown.length} of ${group.samples.length} samples match`);
+  if (isHeldOut()) return showAnswers(group);
+  const shown = matchingSamples(group), buttons = [];
+  if (data.isLive || groupsOf(group).length > 1) {
+    buttons.push(element("button", { type: "button", textContent: "in all steps" }));
+    buttons[0].addEventListener("click", () => spreadPrompt(group));
+  }
+  const part = shown.length < group.samples.length ? `; ${shown.length} of ${group.samples.length} samples match` : "";
   byId("group").replaceChildren(
     promptBox(group.prompt),
-    about,
+    aboutGroup(group, `step ${group.step + 1}, prompt ${group.prompt_index}${part}`, ...buttons),
     element("div", { className: "cards" }, shown.map(sampleCard)),
   );
 }
 
-function groupRow(group) {
+// The answers to a held-out problem side by side, before and after training, by kind of sampling.
+function showAnswers(group) {
+  const kinds = [...new Set(group.samples.map((sample) => sample.kind))];
+  byId("group").replaceChildren(promptBox(group.prompt), aboutGroup(group, `problem ${group.prompt_index}`),
+    ...kinds.flatMap((kind) => [
+      element("p", { className: "role", textContent: kind }),
+      element("div", { className: "cards" }, matchingSamples(group).filter((sample) => sample.kind === kind).map(sampleCard)),
+    ]));
+}
+
+// A histogram of the samples' lengths; those that were cut off stand on the others.
+const MAX_BARS = 24;
+
+function drawLengths(samples) {
+  const known = samples.filter((sample) => sample.num_tokens !== null && sample.num_tokens >= 0), figure = byId("lengths");
+  figure.hidden = known.length < 2;
+  if (figure.hidden) return;
+  const lengths = known.map((sample) => sample.num_tokens).sort((a, b) => a - b), longest = lengths[lengths.length - 1];
+  const width = Math.ceil((longest + 1) / MAX_BARS), bars = Array.from({ length: Math.floor(longest / width) + 1 }, () => [0, 0]);
+  for (const sample of known) bars[Math.floor(sample.num_tokens / width)][Number(sample.finish === "length")]++;
+  const high = bars.reduce((most, [ended, cut]) => Math.max(most, ended + cut), 1), step = (RIGHT - LEFT) / bars.length;
+  const bar = (kind, i, from, to) => shape("rect", { class: kind, x: (LEFT + i * step + 1).toFixed(1), width: Math.max(1, step - 2).toFixed(1),
+    y: (80 - 70 * to / high).toFixed(1), height: (70 * (to - from) / high).toFixed(1) });
+  const label = (x, anchor, text) => shape("text", { x, y: 96, "text-anchor": anchor }, [text]);
+  const cut = bars.reduce((sum, each) => sum + each[1], 0);
+  const share = cut ? `; ${Math.round(100 * cut / known.length)} % cut off` : "";
+  figure.replaceChildren(
+    element("figcaption", {}, [element("b", { textContent: "Lengths" }), ` of these samples: median ${lengths[lengths.length >> 1]}, longest ${longest} tokens${share}`]),
+    shape("svg", { viewBox: "0 0 480 102", role: "img", "aria-label": "Lengths of the samples" }, [
+      ...bars.flatMap(([ended, cutOff], i) => [
+        ...ended ? [bar("ended", i, 0, ended)] : [], ...cutOff ? [bar("cut", i, ended, ended + cutOff)] : [],
+      ]),
+      shape("line", { class: "axis", x1: LEFT, x2: RIGHT, y1: 80, y2: 80 }),
+      shape("text", { x: LEFT - 6, y: 14, "text-anchor": "end" }, [String(high)]),
+      label(LEFT, "start", "0"), label(RIGHT, "end", formatShort(bars.length * width)), label((LEFT + RIGHT) / 2, "middle", "tokens"),
+    ]),
+  );
+}
+
+function groupRow(group, line) {
   const chips = group.samples.map((sample) => {
     const chip = element("i", { className: "chip", title: formatNumber(sample.reward) });
     chip.style.background = rewardColor(sample.reward);
     chip.style.height = `${sample.reward === null ? 2 : 4 + 9 * rewardShare(sample.reward)}px`;
     return chip;
   });
-  const rewards = group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
-  const mean = rewards.length ? `, reward ${formatNumber(rewards.reduce((a, b) => a + b) / rewards.length, 2)}` : "";
-  const label = `${fields.step.value === "" ? `step ${group.step + 1}, ` : ""}prompt ${group.prompt_index}${mean}`;
+  const change = gain(group), label = isHeldOut() ? `problem ${group.prompt_index}, greedy ${change > 0 ? "+" : ""}${formatNumber(change, 2)}` : `${fields.step.value === "" ? `step ${group.step + 1}, ` : ""}prompt ${group.prompt_index}${meanReward(group)}`;
   const button = element("button", { type: "button" }, [
-    element("span", { className: "line", textContent: summary(group.prompt) }),
+    element("span", { className: "line", textContent: line }),
     element("span", { className: "line" }, [label, ...chips.slice(0, 16)]),
   ]);
   button.addEventListener("click", () => openGroup(group));
@@ -344,14 +461,16 @@ function groupRow(group) {
 }
 
 function listGroups() {
-  const groups = data.runs[Number(fields.run.value)].groups;
-  const found = groups.filter((group) => (fields.step.value === "" || group.step === Number(fields.step.value))
-    && matchingSamples(group).length);
-  const numSamples = found.reduce((sum, group) => sum + matchingSamples(group).length, 0);
+  showKinds();
+  const found = shownGroups().filter((group) => matchingSamples(group).length);
+  const samples = found.flatMap(matchingSamples);
   listed = found.slice(0, MAX_LISTED);
-  byId("groups").replaceChildren(...listed.map(groupRow));
+  const lines = summaries(listed.map((group) => group.prompt));
+  byId("groups").replaceChildren(...listed.map((group) => groupRow(group, lines.get(group.prompt))));
   const more = found.length > listed.length ? `, showing the first ${listed.length}` : "";
-  byId("count").textContent = `${found.length} prompts, ${numSamples} samples${more}`;
+  byId("count").textContent = `${found.length} prompts, ${samples.length} samples${more}`;
+  drawLengths(samples);
+  if (spread) return showSpread();
   // Prefer a prompt whose samples have different rewards.
   const differing = listed.find((group) => new Set(group.samples.map((sample) => sample.reward)).size > 1);
   openGroup(listed.includes(current) ? current : differing || listed[0] || null);
@@ -372,6 +491,8 @@ function chooseStep() {
   listGroups();
 }
 
+for (const field of [fields.run, fields.kind, fields.step]) field.addEventListener("change", () => { spread = null; });
+
 function moveStep(by) {
   const index = fields.step.selectedIndex + by;
   if (index < 0 || index >= fields.step.options.length) return;
@@ -389,7 +510,8 @@ byId("samples").classList.toggle("none", !data.runs.some((run) => run.groups.len
 
 // A live page loads the samples of one step at a time: dashboard.js.
 if (!data.isLive) {
-  data.runs.forEach((run) => extendRewardRange(run.groups));
+  data.runs.forEach((run) => extendRewardRange([...run.groups, ...run.heldOut]));
+  fields.kind.addEventListener("change", listGroups);
   fields.run.addEventListener("change", chooseStep);
   fields.step.addEventListener("change", listGroups);
   chooseStep();

@@ -31,7 +31,7 @@ def write_report(folders: list[Path], out: Path) -> None:
     runs = [read_run(folder, name, max_samples=share) for folder, name in zip(folders, names, strict=True)]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        parts, data = contents(runs, [{"groups": run.groups} for run in runs])
+        parts, data = contents(runs, [{"groups": run.groups, "heldOut": run.held_out} for run in runs])
         write_atomic(out, document(runs, parts, data))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror})") from None
@@ -46,11 +46,13 @@ def contents(
 
     The data are the charts in the page's order, and the runs, each with its `samples`.
     """
-    charts, chart_data = section.charts(runs, [*section.CHARTS, *section.pass_at_charts(runs)])
+    main, constant = section.by_change(runs, section.main_charts(runs))
+    changing, rest = section.by_change(runs, section.other_metrics(runs))
+    charts, chart_data = section.charts(runs, main)
     phases, phase_data = section.phases(runs)
-    others, other_data = section.charts(runs, section.other_metrics(runs))
+    others, other_data = section.charts(runs, [*changing, *constant, *rest])
     parts = {
-        "notices": section.notice_list(runs, [run.notices for run in runs]),
+        "notices": section.notice_list(runs, [run.notices for run in runs]) + section.progress(runs),
         "coverage": section.notice_list(runs, [run.coverage for run in runs]),
         "facts": facts_list(runs),
         "tiles": section.tiles(runs),

@@ -1,18 +1,19 @@
 """Read the files of a run's folder for the report.
 
 Damaged lines are skipped with a notice; a folder without a run raises UserError. If there are more samples
-than a page can show, those of the newest steps and of evenly spaced earlier steps are selected.
+than a page can show, some prompts of every step are selected, or of evenly spaced steps.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from qerl.errors import UserError, did_you_mean_folder
+from qerl.errors import UserError, did_you_mean_folder, quantity
 from qerl.tracking.atomic_file import read_object
 from qerl.tracking.json_lines import damage_notice, decode
 from qerl.tracking.sample_files import DAMAGE, MAX_LINE_BYTES, open_samples, sample_files, sample_lines
@@ -20,13 +21,23 @@ from qerl.tracking.sample_files import DAMAGE, MAX_LINE_BYTES, open_samples, sam
 _MAX_CHARACTERS = 20_000
 """Longest prompt or sample on the page."""
 _MAX_TURNS, _MAX_TURN_CHARACTERS = 100, 4000
+MAX_MOMENTS = 6
+"""Evaluations whose answers are shown."""
+MAX_OF_PROMPT = 500
+"""Samples of one prompt that a live page shows."""
 _MAX_STEP = 10**15
 _MAX_NUMBER, _MIN_NUMBER = 1e100, 1e-100
 """Limits of the numbers that a chart draws: sums, squares and logarithms of such numbers are finite."""
 
 Points = list[tuple[float, float]]
-Place = tuple[Path, int]
-"""A file of samples, and where a line of it starts."""
+
+
+class Place(NamedTuple):
+    """A file of samples, where a line of it starts, and the index of the prompt in it."""
+
+    path: Path
+    offset: int
+    prompt: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +55,15 @@ class RecordedRun:
     """Lines of metrics.jsonl."""
     groups: list[dict[str, Any]]
     """[{"step": 3, "prompt_index": 17, "prompt": "...", "answer": "3", "samples": [{"text": ...}]}]"""
+    held_out: list[dict[str, Any]]
+    """Answers to held-out problems, as groups; each sample has its moment, in completed steps, and its kind:
+    {"step": 0, "kind": "greedy"}."""
     notices: list[str]
-    """Problems with the files, or messages of the run."""
+    """Problems with the files, and what changed during the run."""
     coverage: list[str]
     """Remark on the samples that are shown, if not all."""
+    progress: list[str]
+    """Newest messages of a run that is followed, the last one shown and the others folded away."""
 
     def points(self, key: str) -> Points:
         """Return (step, value) of each step where the value is a number; the first step is 1, as on the
@@ -104,7 +120,14 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     for step, what in changes(objects["facts"]):
         notices.append(f"changed from step {step + 1} on: {what}; the headlines are of what came after")
     return RecordedRun(
-        name=name, **objects, records=records, groups=groups, notices=notices, coverage=coverage
+        name=name,
+        **objects,
+        records=records,
+        groups=groups,
+        held_out=read_held_out(folder, len(records), notices),
+        notices=notices,
+        coverage=coverage,
+        progress=[],
     )
 
 
@@ -119,14 +142,34 @@ def check_folder(folder: Path) -> None:
         raise UserError(f"{folder}: has no metrics.jsonl, so it is not the folder of a run")
 
 
-def select_steps(steps: list[int], num_selected: int) -> list[int]:
-    """Select steps: a quarter of them the newest, the others evenly spaced from the first on."""
-    if len(steps) <= num_selected:
-        return steps
-    num_newest = max(1, num_selected // 4)
-    older, num_spread = steps[:-num_newest], num_selected - num_newest
-    spread = [older[i * len(older) // num_spread] for i in range(num_spread)]
-    return [*spread, *steps[-num_newest:]]
+def select_places(places: Mapping[int, Sequence[Place]], max_samples: int) -> list[Place]:
+    """Select whole groups of every step, or of evenly spaced steps if there are more steps than groups; of
+    the newest step all that fit in a quarter of the page. Prompts that come in several steps go first."""
+    groups = {step: _by_prompt(places[step]) for step in sorted(places)}
+    if sum(map(len, places.values())) <= max_samples:
+        return [place for step in groups for place in places[step]]
+    sizes = [len(rows) for of_step in groups.values() for rows in of_step.values()]
+    num_groups = max(1, max_samples // max(sizes))
+    num_steps_of = Counter(prompt for of_step in groups.values() for prompt in of_step)
+
+    def first(step: int, number: int) -> list[Place]:
+        often = sorted(groups[step], key=lambda prompt: -num_steps_of[prompt])[:number]
+        return [place for prompt in groups[step] if prompt in often for place in groups[step][prompt]]
+
+    *older, newest = groups
+    last = first(newest, max(1, num_groups // 4))
+    num_left = num_groups - len({place.prompt for place in last})
+    num_spread = min(len(older), num_left)
+    steps = [older[i * len(older) // num_spread] for i in range(num_spread)]
+    spread = [place for step in steps for place in first(step, num_left // num_spread)]
+    return [*spread, *last[:max_samples]]
+
+
+def _by_prompt(places: Sequence[Place]) -> dict[str, list[Place]]:
+    groups: dict[str, list[Place]] = {}
+    for place in places:
+        groups.setdefault(place.prompt, []).append(place)
+    return groups
 
 
 def read_objects(folder: Path, notices: list[str]) -> dict[str, dict[str, Any]]:
@@ -146,7 +189,8 @@ def sample_places(path: Path, notices: list[str], *, after: int = -1) -> dict[in
     places: dict[int, list[Place]] = {}
     for offset, record in _lines(path, notices):
         if record["step"] > after:
-            places.setdefault(record["step"], []).append((path, offset))
+            place = Place(path, offset, str(record.get("prompt_index")))
+            places.setdefault(record["step"], []).append(place)
     return places
 
 
@@ -174,31 +218,52 @@ def _groups(folder: Path, notices: list[str], max_samples: int) -> tuple[list[di
         places |= sample_places(path, notices, after=max(places, default=-1) if last < 0 else -1)
     if not places:
         return [], []
-    max_per_step = max(map(len, places.values()))
-    steps = select_steps(sorted(places), max(1, max_samples // max_per_step))
-    shown = [place for step in steps for place in places[step][:max_samples]]
-    num_samples = sum(map(len, places.values()))
+    shown = select_places(places, max_samples)
+    num_samples, selected = sum(map(len, places.values())), set(shown)
+    num_steps = sum(not selected.isdisjoint(of_step) for of_step in places.values())
     remark = (
-        f"This page shows {len(shown)} samples from {len(steps)} steps: the newest and evenly spaced ones."
-        f" samples.jsonl has all {num_samples} samples from {len(places)} steps."
+        f"This page shows {len(shown):,} of {num_samples:,} samples, from {num_steps:,} of"
+        f" {quantity(len(places), 'step')}; samples.jsonl has all."
     )
     return read_groups(shown), [remark] if len(shown) < num_samples else []
+
+
+def read_held_out(folder: Path, num_steps: int, notices: list[str]) -> list[dict[str, Any]]:
+    """Return the answers to held-out problems by problem; of many evaluations the first, the last and evenly
+    spaced ones, and of two at the same step the later one."""
+    path = folder / "held_out.jsonl"
+    if not path.exists():
+        return []
+    answers: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for _, record in _lines(path, notices):
+        if record["step"] <= num_steps:
+            answers[str(record.get("prompt_index")), record["step"], str(record.get("kind"))] = record
+    steps = sorted({step for _, step, _ in answers})
+    number = min(len(steps), MAX_MOMENTS)
+    shown = {steps[i * (len(steps) - 1) // max(1, number - 1)] for i in range(number)}
+    groups: dict[tuple[int, Any], dict[str, Any]] = {}
+    for (_, step, kind), record in sorted(answers.items(), key=lambda item: (item[0][1], item[0][2])):
+        if step in shown:
+            sample = _add_sample(groups, record | {"step": 0})
+            sample |= {"step": step, "kind": kind}
+    return list(groups.values())
 
 
 def read_groups(places: Sequence[Place]) -> list[dict[str, Any]]:
     """Return the groups of the samples whose lines start at these places."""
     groups: dict[tuple[int, Any], dict[str, Any]] = {}
-    for path, in_file in itertools.groupby(places, key=operator.itemgetter(0)):
+    for path, in_file in itertools.groupby(places, key=operator.attrgetter("path")):
         with contextlib.suppress(*DAMAGE), open_samples(path) as file:
-            for _, offset in in_file:
-                file.seek(offset)
+            for place in in_file:
+                file.seek(place.offset)
                 record = decode(file.readline(MAX_LINE_BYTES))
                 if record is not None and has_step(record):  # a resumed run may have truncated the file
                     _add_sample(groups, record)
     return list(groups.values())
 
 
-def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str, Any]) -> None:
+def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str, Any]) -> dict[str, Any]:
+    """Add the record to its group; return what the page has of it."""
     key = record["step"], str(record.get("prompt_index"))
     if key not in groups:
         groups[key] = {
@@ -208,7 +273,7 @@ def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str,
             "answer": None if record.get("answer") is None else _shortened(record["answer"]),
             "samples": [],
         }
-    groups[key]["samples"].append(
+    sample = (
         {
             "text": _shortened(record.get("text", "")),
             "reward": number(record.get("reward")),
@@ -220,6 +285,8 @@ def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str,
         | ({"turns": turns} if (turns := _turns(record.get("turns"))) else {})
         | ({"failure": _shortened(record["failure"])} if record.get("failure") else {})
     )
+    groups[key]["samples"].append(sample)
+    return sample
 
 
 def _turns(value: Any) -> list[list[str]]:

@@ -8,6 +8,7 @@ from html import escape
 from statistics import fmean, median
 from typing import Any
 
+from qerl.errors import quantity
 from qerl.tracking import is_timing
 from qerl.tracking.atomic_file import encode
 from qerl.tracking.metric_text import clock
@@ -40,10 +41,14 @@ CHARTS = (
     ("distinct", "Distinct samples", "share of a group's samples with different text"),
     ("effective_fraction", "Effective sample size", "share of the tokens, after importance weights"),
     ("mean_tokens", "Completion length", "mean tokens per sample"),
+    ("cut_fraction", "Share cut off", "samples truncated at the limit of tokens"),
     ("staleness", "Staleness", "policy versions between sampling and learning"),
     ("carried_samples", "Carried samples", "unfinished samples left to the next step"),
+    ("clip_fraction", "Clip fraction", "share of the gradient that the loss held back"),
     ("grad_norm", "Gradient norm", "before clipping"),
+    ("learning_rate", "Learning rate", "of the step's last update"),
     ("tokens_per_s", "Sampling speed", "tokens per second"),
+    ("memory_gb", "Peak memory", "1e9 bytes, of the GPU, or of the process on a CPU"),
 )
 _EXACT = ("sigma", "learning_rate")
 """Set by the config, not measured, so never smoothed."""
@@ -63,6 +68,14 @@ def notice_list(runs: Sequence[RecordedRun], texts: Sequence[Sequence[str]]) -> 
     pairs = [(run.name, text) for run, own_texts in zip(runs, texts, strict=True) for text in own_texts]
     lines = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in pairs)
     return f"<ul>{lines}</ul>" if lines else ""
+
+
+def progress(runs: Sequence[RecordedRun]) -> str:
+    """List the newest message of each run, and fold the earlier ones."""
+    earlier = notice_list(runs, [run.progress[:-1] for run in runs])
+    number = sum(max(0, len(run.progress) - 1) for run in runs)
+    folded = f"<details><summary>{quantity(number, 'earlier line')}</summary>{earlier}</details>"
+    return notice_list(runs, [run.progress[-1:] for run in runs]) + (folded if earlier else "")
 
 
 def tiles(runs: Sequence[RecordedRun]) -> str:
@@ -156,11 +169,38 @@ def pass_at_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     return [(f"pass_at_{k}", f"Pass@{k}", about.format(k)) for k in powers]
 
 
+def main_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
+    """Return all charts that have a title."""
+    first = [each[0] for each in CHARTS].index("accuracy") + 1
+    return [*CHARTS[:first], *reward_charts(runs), *CHARTS[first:], *pass_at_charts(runs)]
+
+
+def reward_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
+    """Return a chart for each of several rewards."""
+    names = sorted(key for key in _keys(runs) if re.fullmatch(r"rewards/.+/mean", key, re.DOTALL))
+    return [(key, f"Reward {key[8:-5]}", "mean of this reward, before its weight") for key in names]
+
+
 def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
-    charted = {key for key, _, _ in [*CHARTS, *pass_at_charts(runs)]}
+    charted = {key for key, _, _ in main_charts(runs)}
     keys = _keys(runs)
     charted |= {"step", "wall_time", *(key for key in keys if key.startswith("eval_"))}
     return [(key, key, "") for key in sorted(keys - charted, key=lambda key: (is_timing(key), key))]
+
+
+def by_change(
+    runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]
+) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Divide the charts into those that have something to see and those whose values are all the same."""
+    is_same = accuracy_is_reward(runs)
+    constant = []
+    for kind in kinds:
+        points = [
+            s.points for i, run in enumerate(runs) for s in _series(run, i, kind[0], is_same) if s.points
+        ]
+        if any(len(each) > 1 for each in points) and len({y for each in points for _, y in each}) == 1:
+            constant.append(kind)
+    return [kind for kind in kinds if kind not in constant], constant
 
 
 def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -> tuple[str, list[Any]]:

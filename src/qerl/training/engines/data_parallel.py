@@ -17,6 +17,7 @@ from qerl.engine.stats import Stats
 from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring
+from qerl.tasks.reward_means import reward_means
 from qerl.training.engines.replayed_batch import Branchable, BranchingEngine
 from qerl.types import GenerateRequest, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, UnfinishedSample
 
@@ -126,6 +127,10 @@ class DataParallelRewards:
         rewards_P_G = self.attempt(groups)
         self.check_some(rewards_P_G)
         return rewards_P_G
+
+    def take_means(self) -> dict[str, float]:
+        """Return RewardPool's metrics over all ranks."""
+        return reward_means(self._ranks.gather(self._pool.take_sums()))
 
     def take_failures(self) -> dict[str, tuple[int, str]]:
         """Return RewardPool's failures over all ranks, each with the first rank's example."""

@@ -1,0 +1,41 @@
+"""Average the values of each of several rewards, before their weights: the metrics `rewards/NAME/mean`."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from qerl.tasks.scoring import Failure
+
+Sums = Mapping[str, tuple[float, int]]
+"""{"tags": (2.5, 8)}: the sum of a reward's values, and their number."""
+
+
+class RewardTally:
+    """Collects the values of each reward until they are taken."""
+
+    def __init__(self, names: Sequence[str]):
+        """names: of the rewards; the second one of a name gets _2 at its end."""
+        counts = Counter[str]()
+        self._values: dict[str, list[float]] = {}
+        for name in names:
+            counts[name] += 1
+            self._values[name if counts[name] == 1 else f"{name}_{counts[name]}"] = []
+        self._names = list(self._values)
+
+    def add(self, index: int, values: Sequence[float | Failure | None]) -> None:
+        """Add values of the reward at this index; a failure, or None, is no value."""
+        self._values[self._names[index]] += [each for each in values if isinstance(each, float | int)]
+
+    def take(self) -> Sums:
+        """Return the sums, and begin anew."""
+        taken, self._values = self._values, {name: [] for name in self._names}
+        return {name: (math.fsum(each), len(each)) for name, each in taken.items()}
+
+
+def reward_means(sums: Sequence[Sums]) -> dict[str, float]:
+    """Return the metric of each of several rewards that has values, by what each rank has taken."""
+    totals = {name: [each[name] for each in sums] for name in (sums[0] if sums else ())}
+    if len(totals) < 2:
+        return {}
+    pairs = {name: tuple(map(sum, zip(*each, strict=True))) for name, each in totals.items()}
+    return {f"rewards/{name}/mean": total / count for name, (total, count) in pairs.items() if count}
