@@ -91,9 +91,10 @@ def packed(trees: list[Tree], device: torch.device | str = "cpu"):
     return torch.tensor(positions, device=device), attend
 
 
-def logits_of(decoder: Decoder, tokens_T: Tensor, route=None) -> Tensor:
-    """Return the logits of one sequence."""
+def logits_of(decoder: Decoder, tokens_T: Tensor, route=None, rows_T: Tensor | None = None) -> Tensor:
+    """Return the logits of one sequence; rows_T: of the decoder's tables."""
     trees = forest((len(tokens_T), ()))
     positions_T, attend = packed(trees, decoder.device)
     recur = recur_over(trees, decoder.device)
-    return decoder.logits(decoder(tokens_T.to(decoder.device), positions_T, attend, recur=recur, route=route))
+    tokens_T, how = tokens_T.to(decoder.device), {"recur": recur, "route": route, "noise_rows_T": rows_T}
+    return decoder.logits(decoder(tokens_T, positions_T, attend, **how))

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 import tiny_run
-from qerl.tinker import service, wire
+from qerl.tinker import wire
 from qerl.tinker.wire import WireError, read_pass_request
 from serve.parts import connected
 from tinker_server.test_tinker_wire import DATUM, TARGETS, text
@@ -203,24 +203,23 @@ def is_there(address, sampler_id):
 
 
 def test_a_loop_that_makes_a_sampler_a_step_keeps_few_in_memory(model, folder):
-    """Each has a copy of the adapter; one that is used stays, and so do those of others and of the base."""
-    with serving(model, folder, max_samplers=4) as address:
-        one, other = made_client(address), made_client(address)
-        theirs, first = sampler_of(address, other, 0), sampler_of(address, one, 0)
-        of_base = {"session_id": one.partition(":")[0], "sampling_session_seq_id": 99, "base_model": "tiny"}
-        base = post(address, "create_sampling_session", **of_base).json()["sampling_session_id"]
-        later = []
-        for number in range(1, 8):
-            later.append(sampler_of(address, one, number))
-            assert is_there(address, first)
-        assert [is_there(address, each) for each in later] == [False] * 5 + [True] * 2
-        assert is_there(address, theirs) and is_there(address, base)
+    """Each has a copy of the adapter; those used last stay in memory, the others lie in files."""
+    with serving(model, folder, host_samplers=4) as address:
+        one = made_client(address)
+        samplers = [sampler_of(address, one, number) for number in range(9)]
+        assert len(list(folder.glob(".samplers-*/*.safetensors"))) == 5
+        assert all(is_there(address, each) for each in samplers)
+        post(address, f"sessions/{one.partition(':')[0]}/finish")
+        end_s = time.monotonic() + 30
+        while list(folder.glob(".samplers-*/*.safetensors")):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
 
 
 def test_a_result_that_was_taken_is_freed_after_a_while_and_those_that_wait_are_not(
     model, folder, monkeypatch
 ):
-    monkeypatch.setattr(service, "_KEPT_S", 0.2)
+    monkeypatch.setattr("qerl.tinker.requests._FETCHED_KEPT_S", 0.2)
     monkeypatch.setattr("qerl.tinker.app._SWEEP_S", 0.05)
     with serving(model, folder) as address:
         model_id = made_client(address)

@@ -3,9 +3,12 @@
 import logging
 import math
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
+from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 
 import tiny_run
@@ -52,7 +55,7 @@ def trainer(service, *, rank=4, seed=1, **which):
 def datum(tokens=TEXT, **inputs):
     given = types.ModelInput.from_ints(tokens[:-1])
     named = {"target_tokens": tokens[1:], **inputs}
-    arrays = {key: torch.tensor(value) for key, value in named.items()}
+    arrays = {key: torch.as_tensor(value) for key, value in named.items()}
     return types.Datum(model_input=given, loss_fn_inputs=arrays)
 
 
@@ -175,6 +178,108 @@ def test_a_saved_state_continues_bit_for_bit(service, address):
         service.create_training_client_from_state(path).result()
 
 
+def test_a_checkpoint_is_downloaded_as_a_peft_adapter(model, tmp_path):
+    with serving(model, tmp_path / "server", key="tml-right") as address:
+        service = tinker.ServiceClient(base_url=address, api_key="tml-right")
+        client = trainer(service, user_metadata={"renderer_name": "plain"})
+        step(client, [datum()])
+        state = client.save_state("kept", ttl_seconds=3600).result().path
+        path = client.save_weights_external("adapter").result().path
+        rest = tinker.RestClient(base_url=address, api_key="tml-right")
+        urls = rest.get_external_weights_urls(path).result().urls
+        assert sorted(urls) == ["adapter_config.json", "adapter_model.safetensors"]
+        for name, url in urls.items():
+            urllib.request.urlretrieve(url, tmp_path / name)
+        for wrong in (url.replace("signature=", "signature=0"), url.partition("?")[0]):
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(wrong)
+        rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
+        first, second = rest.list_user_checkpoints(limit=5).result().checkpoints
+        assert (first.checkpoint_type, second.checkpoint_type) == ("external", "training")
+        assert second.tinker_path == state and second.expires_at is None
+        run = rest.get_training_run_by_tinker_path(state).result()
+        assert run.user_metadata == {"renderer_name": "plain"} and run.last_checkpoint == second
+        assert rest.list_training_runs().result().training_runs[0].training_run_id == client.model_id
+        saved = client.save_weights_for_sampler("same").result().path
+        service.close("success").result()
+    expected = load_file(tmp_path / "server" / saved.removeprefix("tinker://") / "adapter_model.safetensors")
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert tensors.keys() == expected.keys() and all(tensors[key].equal(expected[key]) for key in expected)
+    assert PeftConfig.from_pretrained(tmp_path).r == 4
+
+
+def test_samplers_of_several_adapters_at_once_give_what_each_gives_alone(service):
+    prompt, how = types.ModelInput.from_ints(TEXT), types.SamplingParams(max_tokens=12, seed=3, stop=[])
+    samplers = [service.create_sampling_client(base_model="tiny").result()]
+    for seed, rank in ((1, 4), (2, 8)):
+        client = trainer(service, seed=seed, rank=rank)
+        for _ in range(2):
+            step(client, [datum([4 + seed, 6, 4, 6, 4])], learning_rate=5e-2)
+        samplers.append(client.save_weights_and_get_sampling_client().result())
+    alone = [each.sample(prompt, 2, how).result().sequences for each in samplers]
+    futures = [each.sample(prompt, 2, how) for each in samplers]
+    together = [future.result().sequences for future in futures]
+    for before, now in zip(alone, together, strict=True):
+        for one, other in zip(before, now, strict=True):
+            assert one.tokens == other.tokens and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert len({str(each[0].tokens) for each in alone}) == 3
+
+
+@pytest.mark.parametrize("shared_adapters", (0, 8))
+def test_an_interrupted_sample_is_that_of_one_that_is_not(model, tmp_path, shared_adapters):
+    with serving(model, tmp_path, shared_adapters=shared_adapters, max_turn_s=1e-3) as address:
+        service = tinker.ServiceClient(base_url=address, api_key=KEY)
+        client, prompt = trainer(service, seed=1), types.ModelInput.from_ints(TEXT)
+        step(client, [datum()], learning_rate=5e-2)
+        samplers = [client.save_weights_and_get_sampling_client().result()]
+        samplers.append(service.create_sampling_client(base_model="tiny").result())
+        how = types.SamplingParams(max_tokens=60, seed=3, stop=[])
+        asked = {"include_prompt_logprobs": True, "topk_sample_logprobs": 2}
+        alone = [each.sample(prompt, 2, how, **asked).result() for each in samplers]
+        futures = [each.sample(prompt, 2, how, **asked) for each in samplers]
+        for _ in range(6):
+            step(client, [datum()])
+        for before, future in zip(alone, futures, strict=True):
+            now = future.result()
+            assert now.prompt_logprobs[1:] == pytest.approx(before.prompt_logprobs[1:], abs=1e-4)
+            for one, other in zip(before.sequences, now.sequences, strict=True):
+                assert one.tokens == other.tokens and len(one.topk_logprobs) == len(other.topk_logprobs) == 60
+                assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert alone[0].sequences[0].tokens != alone[1].sequences[0].tokens
+        service.close("success").result()
+
+
+def test_noise_of_samplers_is_asked_for_in_the_metadata_and_learning_has_none(service):
+    with pytest.raises(Exception, match="aqn_sigma must be a number from 0 on, got 'much'"):
+        trainer(service, user_metadata={"aqn_sigma": "much"})
+    client, prompt = trainer(service, user_metadata={"aqn_sigma": "0.3"}), types.ModelInput.from_ints(TEXT)
+    before = logprobs_of(client)
+    samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(2)]
+    noisy = [each.compute_logprobs(prompt).result()[1:] for each in samplers for _ in range(2)]
+    assert noisy[0] == noisy[1] and noisy[2] == noisy[3]  # one noise as long as the sampler lives
+    for one, other in ((noisy[0], before), (noisy[2], before), (noisy[0], noisy[2])):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.01
+    assert logprobs_of(client) == before
+    plain = trainer(service).save_weights_and_get_sampling_client().result()
+    assert plain.compute_logprobs(prompt).result()[1:] == pytest.approx(before, abs=1e-4)
+
+
+def test_several_targets_per_position_are_the_sum_of_single_ones(service):
+    others = [1, *TEXT[2:]]
+    several, single = trainer(service), trainer(service)
+    weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(1))
+    both = [datum(target_tokens=[list(pair) for pair in zip(TEXT[1:], others, strict=True)], weights=weights)]
+    result = step(several, both)
+    parts = [datum(target_tokens=t, weights=weights[:, k]) for k, t in enumerate((TEXT[1:], others))]
+    expected = step(single, parts)
+    logprobs = result.loss_fn_outputs[0]["logprobs"].to_torch()
+    assert logprobs.shape == (9, 2)
+    for k, each in enumerate(expected.loss_fn_outputs):
+        assert logprobs[:, k].tolist() == pytest.approx(each["logprobs"].tolist(), abs=1e-5)
+    assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
+    assert logprobs_of(several) == pytest.approx(logprobs_of(single), abs=1e-4)
+
+
 def test_a_custom_loss_of_the_client_has_its_gradient(service):
     def loss(data, logprobs):
         total = sum((each**2).sum() for each in logprobs)
@@ -198,7 +303,19 @@ def test_a_custom_loss_of_the_client_has_its_gradient(service):
         ({"weights": [math.nan] * 9}, "cross_entropy", {}, "weights must be finite"),
         ({"mask": [1.0] * 9}, "cross_entropy", {}, "has no loss_fn_inputs 'mask'"),
         ({"target_tokens": [9999] * 9}, "cross_entropy", {}, "target_tokens must lie in 0 to 271"),
-        ({"target_tokens": [[1, 2]] * 9}, "cross_entropy", {}, "must have one dimension"),
+        ({"target_tokens": [[[1], [2]]] * 9}, "cross_entropy", {}, r"must be \[T\] or \[T, targets\]"),
+        (
+            {"target_tokens": [[1, 2]] * 9, "weights": [1.0] * 9},
+            "cross_entropy",
+            {},
+            r"weights has shape \(9,\), target_tokens \(9, 2\)",
+        ),
+        (
+            {name: [[1, 2]] * 9 for name in ("target_tokens", "logprobs", "advantages")},
+            "ppo",
+            {},
+            r"target_tokens \(9, 2\) for ppo",
+        ),
         ({}, "cross_entropy", {"beta": 0.1}, "cross_entropy has no entry 'beta'"),
     ],
 )

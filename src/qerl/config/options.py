@@ -241,6 +241,12 @@ class ServeOptions:
     send_timeout_s: float = 60.0
     """Seconds in which a client must take all of the answer that is ready for it."""
 
+    adapter_folder: Path | None = None
+    """Folder of PEFT adapters that requests may load and then name as their model; None: none. On a CPU."""
+
+    max_adapters: int = 8
+    """Maximum adapters loaded at once."""
+
     with_adapter: bool = True
     """Serve the newest checkpoint of a run, or its base model alone."""
 
@@ -251,6 +257,7 @@ class ServeOptions:
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
         check_positive(self, "max_body_bytes", "max_prompt_tokens", "max_tokens")
         check_positive(self, "max_samples", "max_waiting", "max_connections", "max_header_bytes")
+        check_positive(self, "max_adapters")
         check_positive(self, "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "send_timeout_s")
 
 
@@ -278,12 +285,21 @@ class TinkerOptions:
     max_adapters: int = 32
     """Maximum number of training clients at once."""
 
-    max_samplers: int = 64
-    """Adapters of samplers in host memory; a new one takes the place of the session's that was used longest
-    ago."""
-
     device_adapters: int = 4
     """Training clients whose adapter and optimizer stay on the device; others wait in host memory."""
+
+    host_samplers: int = 8
+    """Adapters of samplers in host memory; those used longest ago lie in files in the checkpoints' folder."""
+
+    shared_adapters: int = 8
+    """Maximum adapters that sample in the same decode step on a CPU; with 0, or on a GPU, they take turns."""
+
+    max_turn_s: float = 2.0
+    """Seconds after which sampling is interrupted if learning, or another sampler, waits."""
+
+    aqn_sigma: float = 0.0
+    """Sigma of the noise of samplers, relative to each norm's RMS; a training client's own is the entry
+    aqn_sigma of its user_metadata."""
 
     max_context_tokens: int = 4096
     """Longest sequence, of learning and of a prompt with its sample."""
@@ -293,6 +309,9 @@ class TinkerOptions:
 
     max_waiting: int = 1024
     """Maximum waiting sampling requests; a client sends more of them later."""
+
+    max_result_bytes: int = 1_073_741_824
+    """Maximum memory of finished requests' results, in bytes; above it the oldest are dropped."""
 
     max_body_bytes: int = 16_777_216
     """Maximum size of a request's body, in bytes; clients split their requests to fit."""
@@ -308,7 +327,9 @@ class TinkerOptions:
     def __post_init__(self):
         check_numbers(self)
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
-        check_positive(self, "max_rank", "max_adapters", "max_samplers", "device_adapters")
-        check_positive(self, "max_context_tokens")
+        check_positive(self, "max_rank", "max_adapters", "device_adapters", "host_samplers")
+        check_positive(self, "max_context_tokens", "max_turn_s")
+        for name in ("shared_adapters", "aqn_sigma"):
+            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
         check_positive(self, "max_samples", "max_waiting", "max_body_bytes", "max_connections")
-        check_positive(self, "session_timeout_s")
+        check_positive(self, "max_result_bytes", "session_timeout_s")

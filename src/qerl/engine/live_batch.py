@@ -41,6 +41,8 @@ class LiveRequest:
     """The episode whose later requests may begin with this one and its answer (kept_pages.py), if any."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sample besides the engine's."""
+    table_row: int = 0
+    """Number of its row in the decoder's noise table and adapter bank."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -109,10 +111,11 @@ class LiveBatch:
             )
         group = self._new_group(index, prompt, request.num_samples, min(sampling.max_tokens, num_left))
         group.sampling, group.num_top_logprobs = sampling, request.num_top_logprobs
-        group.episode = request.episode
+        group.episode, group.noise_row = request.episode, request.table_row
         if (logprobs := request.prompt_logprobs) is not None:
             group.on_prompt_hidden = functools.partial(logprobs.add, self._logits, prompt.tokens_T)
         for s in group.samples_G:
+            s.noise_row = request.table_row
             s.constraint = None if request.constraint is None else request.constraint()
             s.allowed_log = AllowedLog() if s.constraint and request.is_learned else None
         for s, before in zip(group.samples_G, request.samples_G or (), strict=request.samples_G is not None):

@@ -75,6 +75,11 @@ class LocalEngine(abc.ABC):
         self._max_num_batched_tokens, self._expected_positions = max_num_batched_tokens, 0
 
     @property
+    def model(self) -> PolicyModel:
+        """The model that it samples from."""
+        return self._model
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the model's LM head, of which the tokenizer may know fewer."""
         return self._model.vocab_size

@@ -17,6 +17,7 @@ Gated DeltaNet they differ in a second function, recur.
 Submodules have Hugging Face's names without the leading "model.".
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.attention.head_norm import HeadNorms, turned_heads
 from qerl.kernels.pointwise.rms_norm import rms_norm
 from qerl.kernels.tiles.tile_unpack import UnpackRows
+from qerl.models.adapter_bank import AdapterBank
 from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, layer_spec
@@ -303,6 +305,8 @@ class Decoder(nn.Module):
             for name, rope in ropes.items()
         }
         self.noise_table = NoiseTable([m for m in self.modules() if isinstance(m, NoisedRMSNorm)])
+        self.adapter_bank: AdapterBank | None = None
+        """Adapters by row of passes that sample; None: all rows have the linears' own."""
 
     def forward(
         self,
@@ -318,10 +322,12 @@ class Decoder(nn.Module):
         linear_pass: LinearPass = PLAIN,
     ) -> Tensor:
         """Return hidden_TD after the final norm, in the compute dtype. `run_layer` calls each layer;
-        noise_rows_T are rows of noise_table, int32, or None; recur is needed if layers have states; route
-        may choose experts; expert_rows, rows_by_layer, linear_pass: of RowContext."""
+        noise_rows_T are rows of noise_table and of adapter_bank, int32, or None; recur is needed if layers
+        have states; route may choose experts; expert_rows, rows_by_layer, linear_pass: of RowContext."""
         angles = {name: angles_of(rope, positions_T, f) for name, (rope, f) in self._ropes.items()}
         known = {} if rows_by_layer is None else rows_by_layer
+        if self.adapter_bank is not None and noise_rows_T is not None:
+            linear_pass = dataclasses.replace(linear_pass, row_adapters=self.adapter_bank.at(noise_rows_T))
         context = RowContext(angles, noise_rows_T, recur, route, expert_rows, known, linear_pass)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         if self.embedding_scale != 1:

@@ -102,11 +102,13 @@ class QuantLinear(nn.Module):
 
     def is_unfused(self, linear_pass: LinearPass) -> bool:
         """True if it must multiply for itself: it skips its group, its weight is trained, its adapter's input
-        is dropped, or a hook wants to see its input (calibration), which a fused product would pass by."""
+        is dropped, its adapter differs by row, or a hook wants to see its input (calibration), which a fused
+        product would pass by."""
         return (
             self.skips_group
             or self.full is not None
             or self in linear_pass.dropout
+            or linear_pass.row_adapters is not None
             or bool(self._forward_pre_hooks)
         )
 
@@ -164,6 +166,8 @@ class QuantLinear(nn.Module):
         return self._product(x_TK, None, linear_pass)
 
     def forward(self, x_TK: Tensor, linear_pass: LinearPass = PLAIN) -> Tensor:
+        if linear_pass.row_adapters is not None:
+            return linear_pass.row_adapters.add(self.frozen(x_TK, linear_pass), x_TK, self)
         if self.full is not None:
             return full_linear(x_TK, self.operand(linear_pass.operands), self.full, self.bias)
         dropout = linear_pass.dropout.get(self)

@@ -1,10 +1,13 @@
-"""Options of one forward and backward pass that linears read: cached operands, dropout, precision."""
+"""Options of one forward and backward pass that linears read: cached operands, dropout, precision, adapters
+that differ by row.
+"""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 
@@ -28,6 +31,27 @@ class OperandCache:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class RowAdapters:
+    """y_t = W x_t + B (mask_t * A x_t): A [S, K] and B [N, S] have all adapters side by side; a row's mask is
+    the scaling of its own, and 0. Held to one adapter at a time: tests/models/test_adapter_bank.py."""
+
+    tables: Mapping[nn.Module, tuple[Tensor, Tensor, Tensor, Tensor]]
+    """(A, B, owner_S, scaling_S) by linear; owner_S: the row number of the adapter that each of the S is
+    of."""
+    rows_T: Tensor
+    """Row numbers; one that owns nothing has no adapter."""
+
+    @torch.no_grad()
+    def add(self, y_TN: Tensor, x_TK: Tensor, linear: nn.Module) -> Tensor:
+        """Return y plus the adapters' products; without a gradient."""
+        if linear not in self.tables:
+            return y_TN
+        a_SK, b_NS, owner_S, scaling_S = self.tables[linear]
+        mask_TS = (self.rows_T[:, None] == owner_S) * scaling_S
+        return torch.addmm(y_TN, x_TK @ a_SK.T * mask_TS, b_NS.T)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LinearPass:
     """PLAIN = LinearPass(): each product unpacks its weight, and nothing is dropped."""
 
@@ -41,6 +65,8 @@ class LinearPass:
     """True if a layer runs again for its gradients alone."""
     needs_output: bool = True
     """False if only gradients are needed, not the result."""
+    row_adapters: RowAdapters | None = None
+    """Adapters in the place of the linears' own; None: their own."""
 
     @property
     def without_output(self) -> "LinearPass":

@@ -19,14 +19,15 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from qerl.errors import UserError
 from qerl.serve.batcher import Batcher, BusyError, CancelledRequestError, OverdueRequestError, PendingRequest
-from qerl.serve.fields import ApiError, unknown_model
+from qerl.serve.fields import AdapterBody, ApiError, unknown_model
 from qerl.serve.gate import Gate, error_body
+from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.metrics import CONTENT_TYPE, ServerMetrics
 from qerl.serve.request import CompletionRequest, RequestParser
 from qerl.serve.response import ApiResponse, ChatResponse, CompletionResponse, event
@@ -88,6 +89,8 @@ def make_app(
             checked("/v1/completions", routes.completions, "POST"),
             checked("/v1/chat/completions", routes.chat_completions, "POST"),
             checked("/v1/responses", routes.responses, "POST"),
+            checked("/v1/load_lora_adapter", routes.load_adapter, "POST"),
+            checked("/v1/unload_lora_adapter", routes.unload_adapter, "POST"),
             checked("/metrics", routes.show_metrics),
             Route("/health", routes.health),
         ],
@@ -155,7 +158,6 @@ class Routes:
     def __init__(self, parser: RequestParser, batcher: Batcher, metrics: ServerMetrics):
         self._metrics = metrics
         self._parser, self._batcher, self._created = parser, batcher, int(time.time())
-        self._names = parser.name, parser.model
         self._parse_thread = ThreadPoolExecutor(1, "parser")
         self._write_thread = ThreadPoolExecutor(1, "writer")  # names of a million tokens take seconds
         self._grammar_threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "grammar")
@@ -173,11 +175,12 @@ class Routes:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model(self._parser.name)]})
+        names = self._parser.known_names or (self._parser.name,)
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        name, known = request.path_params["name"], self._parser_of(request).known_name
-        if known not in (None, name):
+        name, known = request.path_params["name"], self._parser_of(request).known_names
+        if known is not None and name not in known:
             raise unknown_model(known)
         return JSONResponse(self._model(name))
 
@@ -186,21 +189,46 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         parsed = await self._parsed(request, self._parser_of(request).completion)
-        return await self._answer(request, parsed, CompletionResponse(parsed, *self._names))
+        return await self._answer(request, parsed, CompletionResponse(parsed, *self._names_of(parsed)))
 
     async def chat_completions(self, request: Request) -> Response:
         parsed = await self._parsed(request, self._parser_of(request).chat)
-        return await self._answer(request, parsed, ChatResponse(parsed, *self._names))
+        return await self._answer(request, parsed, ChatResponse(parsed, *self._names_of(parsed)))
 
     async def responses(self, request: Request) -> Response:
         parser = self._parser_of(request)
 
         def parse(content: bytes) -> tuple[ResponsesBody, CompletionRequest]:
-            body = ResponsesBody.parse(content, parser.known_name, parser.options)
+            body = ResponsesBody.parse(content, parser.known_names, parser.options)
             return body, parser.chat_of(body.to_chat())
 
         body, parsed = await self._parsed(request, parse)
-        return await self._answer(request, parsed, ResponsesResponse(body, parsed, *self._names))
+        response = ResponsesResponse(body, parsed, *self._names_of(parsed))
+        return await self._answer(request, parsed, response)
+
+    def _names_of(self, parsed: CompletionRequest) -> tuple[str, LoadedModel]:
+        """Return the name in the response, and the model."""
+        name = self._parser.name if parsed.pending.table_row == 0 else parsed.body.model
+        return name or self._parser.name, self._parser.model
+
+    async def load_adapter(self, request: Request) -> Response:
+        body = await self._parsed(request, AdapterBody.parse)
+        if self._parser.adapters is None:
+            raise ApiError(403, "the server was started without --adapter-folder", code="no_adapters")
+        if body.lora_path is None:
+            raise ApiError(400, "lora_path must be given", param="lora_path")
+        try:
+            await asyncio.to_thread(self._parser.adapters.load, body.lora_name, body.lora_path)
+        except UserError as error:
+            raise ApiError(400, str(error)) from None
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        body = await self._parsed(request, AdapterBody.parse)
+        if self._parser.adapters is None or not self._parser.adapters.unload(body.lora_name):
+            message = f"there is no adapter {body.lora_name[:150]!r}"
+            raise ApiError(404, message, param="lora_name", code="adapter_not_found")
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _parser_of(self, request: Request) -> RequestParser:
         return getattr(request.state, "parser", self._parser)

@@ -49,6 +49,8 @@ class PendingRequest:
     is_learned: bool = False
     """True if samples keep what a learner needs: Sample.allowed and Sample.routes."""
     num_top_logprobs: int = 0
+    table_row: int = 0
+    """LiveRequest.table_row."""
     prompt_logprobs_P: list[PromptLogprobs] | None = None
     """To be filled, one for each prompt."""
     on_token: Callable[[int, TokenLogprob, Sample | None], None] | None = None
@@ -102,6 +104,7 @@ class PendingRequest:
             is_learned=self.is_learned,
             episode=self.episode,
             num_top_logprobs=self.num_top_logprobs,
+            table_row=self.table_row,
             prompt_logprobs=None if self.prompt_logprobs_P is None else self.prompt_logprobs_P[i],
         )
 

@@ -50,8 +50,8 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
 
-def unknown_model(known: str | None) -> ApiError:
-    message = f"unknown model; this server has {known}"
+def unknown_model(known: tuple[str, ...]) -> ApiError:
+    message = f"unknown model; this server has {', '.join(known)}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -197,6 +197,22 @@ class StreamOptions(Fields):
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
 
 
+class AdapterBody(Fields, extra="forbid"):
+    """The body of a request that loads or unloads an adapter, as vLLM has it."""
+
+    lora_name: str
+    lora_path: str | None = None
+    """Folder of a PEFT adapter, only to load it."""
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        try:
+            _check_json(content)
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            raise api_error(error) from None
+
+
 class RequestBody(Fields, extra="forbid"):
     model: str | None = None
     n: int = Field(1, ge=1)
@@ -237,15 +253,15 @@ class RequestBody(Fields, extra="forbid"):
         return {name: value for name, value in fields.items() if value is not None and name not in dropped}
 
     @classmethod
-    def parse(cls, content: bytes, model: str | None, options: ServeOptions) -> Self:
-        """model: the name that the body must give; None: any."""
+    def parse(cls, content: bytes, models: tuple[str, ...] | None, options: ServeOptions) -> Self:
+        """models: the names of which the body must give one; None: any."""
         try:
             _check_json(content)
             body = cls.model_validate_json(content)
         except ValidationError as error:
             raise api_error(error) from None
-        if model is not None and body.model != model:
-            raise unknown_model(model)
+        if models is not None and body.model not in models:
+            raise unknown_model(models)
         limits = {"n": options.max_samples} | dict.fromkeys(_LENGTHS, options.max_tokens)
         for name, limit in limits.items():
             if (getattr(body, name, None) or 1) > limit:

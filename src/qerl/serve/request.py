@@ -15,11 +15,12 @@ from qerl.algo.seeds import mix
 from qerl.config.options import ServeOptions
 from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.errors import UserError
+from qerl.serve.adapters import ServedAdapters
 from qerl.serve.batcher import PendingRequest
 from qerl.serve.call_forms.choice import form_of
 from qerl.serve.call_forms.form import CallForm, Schemas
 from qerl.serve.call_forms.hermes import HERMES
-from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody
+from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody, unknown_model
 from qerl.serve.grammar import Grammar, Grammars
 from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.marked_text import NO_MARKERS, Markers
@@ -93,13 +94,16 @@ class RequestParser:
     def grammars(self) -> Grammars:
         return Grammars(self.model)
 
+    adapters: ServedAdapters | None = None
+    """Adapters that requests may name in the model's place; None: none."""
+
     @property
-    def known_name(self) -> str | None:
-        """The model that requests must name; None: any."""
-        return self.name
+    def known_names(self) -> tuple[str, ...] | None:
+        """The models of which requests must name one; None: any."""
+        return (self.name, *(() if self.adapters is None else self.adapters.names))
 
     def chat(self, content: bytes) -> CompletionRequest:
-        return self.chat_of(ChatBody.parse(content, self.known_name, self.options))
+        return self.chat_of(ChatBody.parse(content, self.known_names, self.options))
 
     def chat_of(self, body: ChatBody) -> CompletionRequest:
         messages = [message.render_chat() for message in body.messages]
@@ -111,7 +115,7 @@ class RequestParser:
         return self._request(body, [self._rendered(body, messages)], body.offered_schemas)
 
     def completion(self, content: bytes) -> CompletionRequest:
-        body = CompletionBody.parse(content, self.known_name, self.options)
+        body = CompletionBody.parse(content, self.known_names, self.options)
         self._check_num_choices(len(body.prompt), "prompt")
         return self._request(body, [self._tokenized(each) for each in body.prompt])
 
@@ -167,6 +171,11 @@ class RequestParser:
             constraint=None if grammar is None else grammar.choice,
             num_top_logprobs=body.num_top_logprobs,
         )
+        if self.adapters is not None and body.model != self.name:
+            row = self.adapters.row(body.model, pending.future)
+            if row is None:  # it was unloaded just now
+                raise unknown_model((self.name, *self.adapters.names))
+            pending.table_row = row
         if isinstance(body, CompletionBody) and body.echo and body.with_logprobs:
             pending.prompt_logprobs_P = [PromptLogprobs(body.num_top_logprobs) for _ in prompts]
         is_forced = isinstance(body, ChatBody) and body.is_forced_call  # the grammar's form is Hermes

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from qerl.config import RunConfig
 from qerl.config.options import ServeOptions
 from qerl.errors import UserError, require
+from qerl.serve.adapters import ServedAdapters
 from qerl.serve.app import make_app
 from qerl.serve.batcher import Batcher
 from qerl.serve.connections import ApiServer
@@ -32,7 +33,9 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
         model = load_model(source, run, options.model, with_adapter=options.with_adapter)
         allow_special_tokens(model.engine.tokenizer, options.allow_special_tokens)
         batcher = make_batcher(model, options)
-        parser = RequestParser(model=model, options=options, name=options.name or Path(source).name)
+        adapters = make_adapters(model, options)
+        name = options.name or Path(source).name
+        parser = RequestParser(model=model, options=options, name=name, adapters=adapters)
         server = make_server(make_app(parser, batcher, api_key=key), options)
         run_server(server, listener, parser.name, "/v1")
 
@@ -70,6 +73,16 @@ def make_batcher(model: LoadedModel, options: ServeOptions) -> Batcher:
     with model.engine.live_batch(max_positions):
         pass
     return Batcher(model.engine, max_waiting=options.max_waiting, max_positions=max_positions)
+
+
+def make_adapters(model: LoadedModel, options: ServeOptions) -> ServedAdapters | None:
+    """Return the place of adapters that requests name; None without a folder of them."""
+    if options.adapter_folder is None:
+        return None
+    require(options.adapter_folder.is_dir(), f"adapter_folder {options.adapter_folder}: no such folder")
+    same = options.model.sampler_format is None
+    require(same, "adapter_folder: not with model.sampler_format, whose weights have no adapters by row")
+    return ServedAdapters(model.engine.model, options.adapter_folder, options.max_adapters)
 
 
 def listen(options: ServeOptions, *, has_key: bool) -> socket.socket:

@@ -5,9 +5,10 @@ One of rank r fills its first r rows and columns; the rest is zero, adds nothing
 scaling is alpha / r where the decoder multiplies by alpha / R: B is loaded times R / r, so is its gradient.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from qerl.config import AdapterConfig
 from qerl.engine.local_engine import LocalEngine
 from qerl.errors import UserError, require
 from qerl.learner.optimizer import FusedAdamW, load_state, state_of, step_if
+from qerl.models.adapter_bank import AdapterBank
 from qerl.models.decoder import Decoder
 from qerl.models.peft.adapter import adapter_tensors
 
@@ -167,6 +169,24 @@ class AdapterSlot:
         self._version += 1
         self._engine.publish(self._version)
         self._held = key
+
+    @contextlib.contextmanager
+    def banked(self) -> Iterator[AdapterBank]:
+        """Yield the adapters by row of what is sampled inside, in the place of the one that is held."""
+        self.decoder.adapter_bank = AdapterBank(self.decoder.compute, self.decoder.device)
+        try:
+            yield self.decoder.adapter_bank
+        finally:
+            self.decoder.adapter_bank = None
+
+    def add_to(self, bank: AdapterBank, tensors: Mapping[str, Tensor], rank: int) -> int:
+        """Return the number of rows with these masters."""
+        adapters: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        for name, linear in self.decoder.linears():
+            sides = [_master_name(self.decoder, name, side) for side in "AB"]
+            if sides[0] in tensors:
+                adapters[linear] = tensors[sides[0]], tensors[sides[1]]
+        return bank.add(adapters, ALPHA / rank)
 
     def take_gradients(self, adapter: TrainedAdapter) -> dict[str, Tensor]:
         """Return the gradients of the adapter that is held, and clear them."""

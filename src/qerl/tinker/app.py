@@ -11,11 +11,10 @@ import dataclasses
 import hashlib
 import hmac
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -23,13 +22,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from qerl.errors import RunError, UserError, require
-from qerl.serve.app import AccessCheck, no_response, read_body
+from qerl.serve.app import AccessCheck, no_response
 from qerl.serve.fields import ApiError
 from qerl.serve.gate import Gate
 from qerl.serve.metrics import ServerMetrics
 from qerl.tinker import bodies
 from qerl.tinker.adapter import AdamSettings, AdapterSpec
-from qerl.tinker.sampling import SampleWork
+from qerl.tinker.checkpoints import encryption
+from qerl.tinker.requests import GoneError
+from qerl.tinker.run_routes import RunRoutes
+from qerl.tinker.sampling import SampleWork, ServedSampler
 from qerl.tinker.service import FullError, NotFoundError, Result, Service, TrainedModel
 from qerl.tinker.wire import WireError, read_pass_request, write_pass_result
 from qerl.types import Sampling
@@ -47,6 +49,7 @@ def make_app(
 ) -> Starlette:
     """stop_ids: tokens that end a sample where its request names no others."""
     metrics, routes = ServerMetrics(), TinkerRoutes(service, stop_ids, tokenizer_id)
+    run_routes = RunRoutes(service)
     access = AccessCheck(None, service.options.host)
     digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
 
@@ -57,14 +60,17 @@ def make_app(
         yield
         sweeper.cancel()
         await asyncio.to_thread(service.worker.close)
+        service.snapshots.close()
 
-    def route(path: str, answer: Answer, *methods: str) -> Route:
+    def route(path: str, answer: Answer, *methods: str, is_signed: bool = False) -> Route:
         async def endpoint(request: Request) -> Response:
-            await _check_access(request, access, digest)
+            if not is_signed or digest is None:
+                await _check_access(request, access, digest)
             try:
                 return await answer(request)
             except (UserError, RunError, WireError) as error:
-                status = {NotFoundError: 404, FullError: 429, RunError: 500}.get(type(error), 400)
+                known = {NotFoundError: 404, GoneError: 410, FullError: 429, RunError: 500}
+                status = known.get(type(error), 400)
                 return JSONResponse({"detail": str(error)}, status)
 
         return Route(f"/api/v1/{path}", endpoint, methods=list(methods or ["POST"]))
@@ -76,7 +82,10 @@ def make_app(
     }
     app = Starlette(
         lifespan=lifespan,
-        routes=[route(path, *how) for path, *how in routes.table()],
+        routes=[
+            *(route(path, *how) for path, *how in routes.table() + run_routes.table()),
+            route("files/{run}/{kind}/{name}/{file}", run_routes.download, "GET", is_signed=True),
+        ],
         exception_handlers=handlers,
     )
     app.state.metrics, app.state.stop_requests = metrics, service.worker.close
@@ -88,8 +97,7 @@ def make_app(
 async def _sweep(service: Service) -> None:
     while True:
         await asyncio.sleep(min(_SWEEP_S, service.options.session_timeout_s / 2))
-        service.end_silent_sessions()
-        service.forget_results()
+        service.drop_old()
 
 
 async def _check_access(request: Request, access: AccessCheck, digest: bytes | None) -> None:
@@ -116,7 +124,6 @@ class TinkerRoutes:
 
     def table(self) -> list[tuple[Any, ...]]:
         """Return (path, function, method), the method POST where there is none."""
-        checkpoint = "training_runs/{run}/checkpoints/{kind}/{name}"
         return [
             ("healthz", self.health, "GET"),
             ("client/config", self.client_config),
@@ -133,6 +140,7 @@ class TinkerRoutes:
             ("optim_step", self.optim_step),
             ("save_weights", self.save_weights),
             ("save_weights_for_sampler", self.save_for_sampler),
+            ("save_weights_external", self.save_external),
             ("load_weights", self.load_weights),
             ("weights_info", self.weights_info),
             ("create_sampling_session", self.create_sampler),
@@ -140,9 +148,6 @@ class TinkerRoutes:
             ("asample", self.sample),
             ("retrieve_future", self.retrieve_future),
             ("cancel_future", self.cancel_future),
-            ("checkpoints", self.list_checkpoints, "GET"),
-            ("training_runs/{run}/checkpoints", self.list_checkpoints, "GET"),
-            (checkpoint, self.delete_checkpoint, "DELETE"),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -187,6 +192,7 @@ class TinkerRoutes:
         body = await self._body(request, bodies.CreateModel)
         self._service.check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
+        self._service.sigma_of(body.user_metadata)
         lora = body.lora_config
         seed = secrets.randbits(62) if lora.seed is None else lora.seed
         which = {"train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
@@ -213,9 +219,14 @@ class TinkerRoutes:
         return JSONResponse({"type": "get_info", **about, "is_lora": True, "lora_rank": rank})
 
     async def unload_model(self, request: Request) -> Response:
-        model = self._service.model((await self._body(request, bodies.OfModel)).model_id)
-        result = {"type": "unload_model", "model_id": model.model_id}
-        return _promise(self._service.submit(model, None, lambda: result))
+        loop, service = asyncio.get_running_loop(), self._service
+        model = service.model((await self._body(request, bodies.OfModel)).model_id)
+
+        def work() -> Result:
+            loop.call_soon_threadsafe(service.unload, model.model_id)
+            return {"type": "unload_model", "model_id": model.model_id}
+
+        return _promise(service.submit(model, None, work))
 
     async def forward_backward(self, request: Request) -> Response:
         body = await asyncio.to_thread(read_pass_request, await self._content(request))
@@ -272,20 +283,38 @@ class TinkerRoutes:
         loop, service = asyncio.get_running_loop(), self._service
         sampler_id = f"{model.session_id}:sample:{body.sampling_session_seq_id}:{secrets.token_hex(3)}"
 
-        async def enter(tensors: dict, rank: int) -> None:
-            service.add_sampler(model.session_id, sampler_id, tensors, rank, None)
+        async def enter(snapshot: int, rank: int) -> None:
+            sigma = service.sigma_of(model.user_metadata)
+            service.add_sampler(sampler_id, sampler(model.session_id, None, snapshot, rank, sigma))
 
         def work() -> Result:
-            tensors, rank = model.made.snapshot(), model.made.spec.rank
-            asyncio.run_coroutine_threadsafe(enter(tensors, rank), loop).result()
+            snapshot = service.snapshots.add(model.made.snapshot())
+            try:
+                asyncio.run_coroutine_threadsafe(enter(snapshot, model.made.spec.rank), loop).result()
+            except UserError:  # its session has ended
+                service.snapshots.drop(snapshot)
+                raise
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
         return service.submit(model, body.seq_id, work)
+
+    async def save_external(self, request: Request) -> Response:
+        body = await self._body(request, bodies.SaveExternal)
+        model, name, kind = self._service.model(body.model_id), body.path, "external_weights"
+        encrypt = encryption(body.age_encryption_recipients)
+
+        def work() -> Result:
+            how = {"ttl_s": body.ttl_seconds, "encrypt": encrypt}
+            path = self._service.save(model, kind, name, has_moments=False, **how)
+            return {"type": "save_weights_external", "path": path}
+
+        return _promise(self._service.submit(model, body.seq_id, work))
 
     async def load_weights(self, request: Request) -> Response:
         body, service = await self._body(request, bodies.LoadWeights), self._service
         service.check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
+        service.sigma_of(body.user_metadata)
         spec, tensors, moments = await asyncio.to_thread(service.stored, body.path)
         moments = moments if body.optimizer else None
         result = {"type": "load_weights", "path": body.path}
@@ -318,12 +347,16 @@ class TinkerRoutes:
         named = body.base_model is not None or body.model_path is not None
         require(named, "base_model or model_path must be given")
         service.session(body.session_id)
-        rank, tensors = 1, {}
+        rank, snapshot, metadata = 1, None, None
         if body.model_path is not None:
             spec, tensors, _ = await asyncio.to_thread(service.stored, body.model_path)
+            metadata = service.checkpoints.info(body.model_path).get("run_metadata")
             rank = spec.rank
+            snapshot = await asyncio.to_thread(service.snapshots.add, tensors)
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}:{secrets.token_hex(3)}"
-        service.add_sampler(body.session_id, sampler_id, tensors, rank, body.model_path)
+        about = body.session_id, body.model_path, snapshot, rank
+        sigma = 0.0 if snapshot is None else service.sigma_of(metadata)
+        service.add_sampler(sampler_id, sampler(*about, sigma))
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def show_sampler(self, request: Request) -> Response:
@@ -335,12 +368,12 @@ class TinkerRoutes:
 
     async def sample(self, request: Request) -> Response:
         body = await self._body(request, bodies.SampleBody)
-        work = self._sample_work(body)
-        request_id, _ = self._service.sample(body.sampling_session_id, body.seq_id, work)
+        work = self._sample_work(body, self._service.sampler(body.sampling_session_id))
+        request_id = self._service.sample(body.sampling_session_id, body.seq_id, work)
         names = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": names})
 
-    def _sample_work(self, body: bodies.SampleBody) -> SampleWork:
+    def _sample_work(self, body: bodies.SampleBody, sampler: ServedSampler) -> SampleWork:
         wrong = [chunk.type for chunk in body.prompt.chunks if chunk.type != "encoded_text"]
         require(not wrong, f"prompt: only text is supported, got {wrong[:1]}")
         tokens_T = [token for chunk in body.prompt.chunks for token in chunk.tokens]
@@ -357,6 +390,7 @@ class TinkerRoutes:
         require("" not in texts, "sampling_params.stop: a text must not be empty")
         ids = self._stop_ids if stops is None else frozenset(e for e in stops if isinstance(e, int))
         return SampleWork(
+            sampler=sampler,
             tokens_T=tokens_T,
             num_samples=body.num_samples,
             sampling=Sampling(
@@ -375,13 +409,12 @@ class TinkerRoutes:
 
     async def retrieve_future(self, request: Request) -> Response:
         request_id = (await self._body(request, bodies.RetrieveFuture)).request_id
-        job = self._service.job(request_id)
-        finished = asyncio.wrap_future(job.future)
+        finished = asyncio.wrap_future(self._service.job(request_id).future)
         await asyncio.wait({finished}, timeout=_LONG_POLL_S)
         if not finished.done():
             waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return JSONResponse(waiting, 408)
-        job.taken_s = time.monotonic()
+        self._service.requests.fetched(request_id)
         error = finished.exception()
         if isinstance(error, UserError):
             return JSONResponse({"error": str(error), "category": "user"})
@@ -395,46 +428,26 @@ class TinkerRoutes:
         return JSONResponse(result)
 
     async def cancel_future(self, request: Request) -> Response:
-        job = self._service.jobs.get((await self._body(request, bodies.OfRequest)).request_id)
-        if job is not None:
-            job.is_cancelled = True
-        return Response(status_code=204)
-
-    async def list_checkpoints(self, request: Request) -> Response:
-        listed = self._service.checkpoints.listed(request.path_params.get("run"))
-        offset, limit = (
-            _number(request, name, default) for name, default in (("offset", 0), ("limit", len(listed)))
-        )
-        cursor = {"offset": offset, "limit": limit, "total_count": len(listed)}
-        return JSONResponse({"checkpoints": listed[offset : offset + limit], "cursor": cursor})
-
-    async def delete_checkpoint(self, request: Request) -> Response:
-        run, kind, name = (request.path_params[key] for key in ("run", "kind", "name"))
-        self._service.checkpoints.delete(f"tinker://{run}/{kind}/{name}")
+        self._service.requests.cancel((await self._body(request, bodies.OfRequest)).request_id)
         return Response(status_code=204)
 
     async def _content(self, request: Request) -> bytes:
-        if (encoding := request.headers.get("content-encoding")) is not None:
-            raise ApiError(415, f"the body must not be compressed, got content-encoding {encoding[:50]}")
-        return await read_body(request, self._service.options.max_body_bytes)
+        return await bodies.content(request, self._service.options.max_body_bytes)
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        try:
-            return kind.model_validate_json(await self._content(request))
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "body"
-            raise ApiError(422, f"{place[:200]}: {first['msg'][:200]}") from None
+        return await bodies.read(request, kind, self._service.options.max_body_bytes)
+
+
+def sampler(
+    session_id: str, model_path: str | None, snapshot: int | None, rank: int, sigma: float
+) -> ServedSampler:
+    """Return a sampler with a noise of its own."""
+    about = {"session_id": session_id, "model_path": model_path, "snapshot": snapshot, "rank": rank}
+    return ServedSampler(**about, sigma=sigma, noise_seed=secrets.randbits(62))
 
 
 def _promise(request_id: str) -> Response:
     return JSONResponse({"request_id": request_id})
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    value = request.query_params.get(name, str(default))
-    require(value.isdecimal() and len(value) < 10, f"{name} must be a number from 0 on, got {value[:50]!r}")
-    return int(value)
 
 
 def _check_optimizer(config: dict[str, Any] | None) -> None:

@@ -1,9 +1,14 @@
 """Bodies of requests in JSON. Fields that would change the result and are not supported are errors."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import Request
 
+from qerl.serve.app import read_body
+from qerl.serve.fields import ApiError
+
+Body = TypeVar("Body", bound=BaseModel)
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -56,6 +61,17 @@ class SaveWeights(OfModel):
 class SaveForSampler(SaveWeights):
     sampling_session_seq_id: _Count | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+class SaveExternal(OfModel):
+    path: str
+    seq_id: _Count | None = None
+    ttl_seconds: Annotated[int, Field(gt=0, lt=2**31)] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class Ttl(_Body):
+    ttl_seconds: Annotated[int, Field(gt=0, lt=2**31)] | None
 
 
 class LoadWeights(_Body):
@@ -124,3 +140,19 @@ class OfRequest(_Body):
 
 class OfPath(_Body):
     tinker_path: str
+
+
+async def read(request: Request, kind: type[Body], max_bytes: int) -> Body:
+    """Return the request's body. Raise ApiError for one that is wrong or too long."""
+    try:
+        return kind.model_validate_json(await content(request, max_bytes))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "body"
+        raise ApiError(422, f"{place[:200]}: {first['msg'][:200]}") from None
+
+
+async def content(request: Request, max_bytes: int) -> bytes:
+    if (encoding := request.headers.get("content-encoding")) is not None:
+        raise ApiError(415, f"the body must not be compressed, got content-encoding {encoding[:50]}")
+    return await read_body(request, max_bytes)

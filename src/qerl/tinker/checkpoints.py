@@ -2,15 +2,18 @@
 
     FOLDER/RUN/weights/NAME           adapter, moments of the optimizer       tinker://RUN/weights/NAME
     FOLDER/RUN/sampler_weights/NAME   the adapter                             tinker://RUN/sampler_weights/NAME
+    FOLDER/RUN/external_weights/NAME  the adapter, to be downloaded           tinker://RUN/external_weights/NAME
 
-Each is a PEFT adapter, which `qerl` and PEFT load as it is, with checkpoint.json beside it.
+Each is a PEFT adapter, which `qerl` and PEFT load as it is, with checkpoint.json beside it. Downloaded
+files may be encrypted for their readers with age (https://age-encryption.org).
 """
 
 import dataclasses
 import datetime
+import importlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from qerl.models import hf_writer
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.tracking.atomic_file import read_object
 
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _OPTIMIZER, _INFO = "optimizer.safetensors", "checkpoint.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
@@ -53,14 +56,14 @@ class Checkpoints:
         moments: Mapping[str, Tensor] | None = None,
         ttl_s: int | None = None,
         overwrite: bool = False,
+        encrypt: Callable[[Path], None] | None = None,
     ) -> str:
-        """Write a checkpoint; return its tinker:// path. Raise UserError if there is one of that name."""
+        """Write a checkpoint; return its tinker:// path. Raise UserError if there is one of that name.
+        encrypt: replaces a file by its encrypted form."""
         path = f"tinker://{run}/{kind}/{name}"
         place, now = self._place(path), datetime.datetime.now(datetime.UTC)
         require(overwrite or not place.exists(), f"{path} exists: choose another name, or set overwrite")
-        times = {"time": now.isoformat(), "expires_at": None}
-        if ttl_s is not None:
-            times["expires_at"] = (now + datetime.timedelta(seconds=ttl_s)).isoformat()
+        times = {"time": now.isoformat(), "expires_at": _expiry(ttl_s)}
         try:
             with hf_writer.atomic_folder(place, overwrite=overwrite) as folder:
                 save_file(
@@ -69,6 +72,9 @@ class Checkpoints:
                 hf_writer.write_json(folder / ADAPTER_CONFIG, dict(description))
                 if moments is not None:
                     save_file({name: t.contiguous() for name, t in moments.items()}, folder / _OPTIMIZER)
+                if encrypt is not None:
+                    for file in list(folder.iterdir()):
+                        encrypt(file)
                 hf_writer.write_json(folder / _INFO, {**info, **times})
         except (RunError, UserError) as error:
             reason = getattr(error.__cause__, "strerror", None) or error
@@ -76,10 +82,7 @@ class Checkpoints:
         return path
 
     def load(self, path: str) -> SavedAdapter:
-        place = self._place(path)
-        info = self._info(place)
-        require(info is not None, f"there is no checkpoint {path[:300]}")
-        assert info is not None
+        place, info = self._place(path), self.info(path)
         try:
             tensors = load_file(place / ADAPTER)
             moments = load_file(place / _OPTIMIZER) if (place / _OPTIMIZER).exists() else None
@@ -93,8 +96,21 @@ class Checkpoints:
         assert info is not None
         return info
 
+    def files(self, path: str) -> dict[str, Path]:
+        """Return a checkpoint's files that are downloaded, by name."""
+        self.info(path)
+        return {file.name: file for file in sorted(self._place(path).iterdir()) if file.name != _INFO}
+
+    def set_ttl(self, path: str, ttl_s: int | None) -> None:
+        info = {**self.info(path), "expires_at": _expiry(ttl_s)}
+        hf_writer.write_json(self._place(path) / _INFO, info)
+
     def listed(self, run: str | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints of a run, or of all, as the API describes them, the newest first."""
+        return [entry for _, entry, _ in self.all(run)]
+
+    def all(self, run: str | None = None) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """Return (run, as the API describes it, what is known of it) of each checkpoint, the newest first."""
         result = []
         pattern = f"{run if run is not None and _NAME.fullmatch(run) else '*'}/*/*/{_INFO}"
         for file in self._folder.glob(pattern) if run is None or _NAME.fullmatch(run) else ():
@@ -113,10 +129,9 @@ class Checkpoints:
                 "tinker_path": f"tinker://{run_name}/{kind}/{name}",
                 "public": False,
             }
-            result.append(
-                entry | {"expires_at": info["expires_at"], "user_metadata": info.get("user_metadata")}
-            )
-        return sorted(result, key=lambda each: each["time"], reverse=True)
+            entry |= {"expires_at": info["expires_at"], "user_metadata": info.get("user_metadata")}
+            result.append((run_name, entry, info))
+        return sorted(result, key=lambda each: each[1]["time"], reverse=True)
 
     def delete(self, path: str) -> None:
         self.info(path)
@@ -147,6 +162,36 @@ class Checkpoints:
             shutil.rmtree(place, ignore_errors=True)
             return None
         return info
+
+
+def encryption(recipients: list[str] | None) -> Callable[[Path], None] | None:
+    """Return a function that replaces a file by one encrypted for these keys; None: for nobody. Raise
+    UserError without the package pyrage, and for a key that is not one of age or SSH."""
+    if recipients is None:
+        return None
+    try:
+        pyrage = importlib.import_module("pyrage")
+    except ImportError:
+        raise UserError("age_encryption_recipients: needs `pip install pyrage` at the server") from None
+    keys = []
+    for text in recipients:
+        kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+        try:
+            keys.append(kind.Recipient.from_str(text))
+        except pyrage.RecipientError as error:
+            raise UserError(f"age_encryption_recipients: {text[:100]!r}: {error}") from None
+    require(len(keys) > 0, "age_encryption_recipients: name at least one key")
+
+    def encrypt(file: Path) -> None:
+        pyrage.encrypt_file(str(file), f"{file}.age", keys)
+        file.unlink()
+
+    return encrypt
+
+
+def _expiry(ttl_s: int | None) -> str | None:
+    now = datetime.datetime.now(datetime.UTC)
+    return None if ttl_s is None else (now + datetime.timedelta(seconds=ttl_s)).isoformat()
 
 
 def _checked(info: Mapping[str, Any]) -> datetime.datetime | None:

@@ -69,17 +69,18 @@ class Passes:
         self, part: list[Datum], loss: TinkerLoss, config: LossConfig
     ) -> tuple[list[np.ndarray], Tensor]:
         logprob_C, _ = self._forward(lay_out(part, self._device))
-        lengths = [len(datum.tokens_T) for datum in part]
-        losses = list[Tensor]()
-        for datum, logprob_T in zip(part, logprob_C.split(lengths), strict=True):
+        targets = [datum.inputs["target_tokens"] for datum in part]
+        sizes, losses = [each.size for each in targets], list[Tensor]()
+        for datum, logprob_T in zip(part, logprob_C.split(sizes), strict=True):
             inputs = {
-                name: torch.tensor(datum.inputs[name], dtype=torch.float32, device=self._device)
+                name: torch.tensor(datum.inputs[name].ravel(), dtype=torch.float32, device=self._device)
                 for name in (*loss.inputs, *loss.optional)
                 if name in datum.inputs
             }
             losses.append(loss.objective(logprob_T, inputs, config).sum())
-        values = logprob_C.detach().float().cpu().split(lengths)
-        return [each.numpy() for each in values], torch.stack(losses).sum()
+        values = logprob_C.detach().float().cpu().split(sizes)
+        shaped = [each.numpy().reshape(t.shape) for each, t in zip(values, targets, strict=True)]
+        return shaped, torch.stack(losses).sum()
 
     def _check_datum(self, datum: Datum, name: str, loss: TinkerLoss, place: str) -> None:
         length, vocab_size = len(datum.tokens_T), self._slot.decoder.vocab_size
@@ -96,6 +97,9 @@ class Passes:
         for key, values in datum.inputs.items():
             same = len(values) == length
             require(same, f"{place}: {key} has {len(values)} elements, model_input has {length} tokens")
+            shape = datum.inputs["target_tokens"].shape
+            alike = values.shape == shape and (values.ndim == 1 or name == "cross_entropy")
+            require(alike, f"{place}: {key} has shape {values.shape}, target_tokens {shape} for {name}")
             if key != "target_tokens":
                 require(bool(np.isfinite(values).all()), f"{place}: {key} must be finite numbers")
         for key, tokens in (
@@ -108,24 +112,26 @@ class Passes:
 
 
 def lay_out(data: list[Datum], device: torch.device) -> PackedBatch:
-    """Return a batch in which every row predicts a target."""
+    """Return a batch in which every row predicts its targets, mostly one."""
     lengths = [len(datum.tokens_T) for datum in data]
     starts = [sum(lengths[:index]) for index in range(len(data))]
     trees = [Tree(start=s, prompt_tokens=n, branch_tokens=()) for s, n in zip(starts, lengths, strict=True)]
-    rows, targets = sum(lengths), np.concatenate([datum.inputs["target_tokens"] for datum in data])
-    zeros_C = torch.zeros(rows, device=device)
+    targets = [datum.inputs["target_tokens"] for datum in data]
+    sizes, rows = [each.size for each in targets], np.arange(sum(lengths))
+    per_row = np.concatenate([np.full(n, t.size // n) for n, t in zip(lengths, targets, strict=True)])
+    zeros_C = torch.zeros(sum(sizes), device=device)
     return PackedBatch(
         tokens_T=torch.tensor(np.concatenate([datum.tokens_T for datum in data]), device=device),
         positions_T=torch.cat([torch.arange(length) for length in lengths]).to(device),
         trees=trees,
         members=[(index, []) for index in range(len(data))],
         layout=TreeLayout.of(trees, device),
-        source_rows_C=torch.arange(rows, device=device),
-        targets_C=torch.tensor(targets.astype(np.int64), device=device),
+        source_rows_C=torch.tensor(rows.repeat(per_row), device=device),
+        targets_C=torch.tensor(np.concatenate([t.ravel() for t in targets]).astype(np.int64), device=device),
         sampler_logprobs_C=zeros_C,
         advantages_C=zeros_C,
         weights_C=zeros_C,
         routes_T=None,
-        spans=Segments.of(lengths),
-        is_sampled_C=torch.zeros(rows, dtype=torch.bool, device=device),
+        spans=Segments.of(sizes),
+        is_sampled_C=torch.zeros(sum(sizes), dtype=torch.bool, device=device),
     )

@@ -1,8 +1,12 @@
-"""Sample for all requests that wait for one adapter, in one batch."""
+"""Sample for all requests that wait for one adapter, or for several, in one batch that others may join.
+
+A request that is interrupted keeps its tokens and goes on from them: its prompt and they are computed again.
+"""
 
 import dataclasses
 import itertools
 import secrets
+from collections.abc import Callable
 
 from qerl.algo.seeds import mix
 from qerl.engine.live_batch import LiveBatch, LiveRequest
@@ -10,12 +14,28 @@ from qerl.engine.local_engine import LocalEngine
 from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.errors import UserError
 from qerl.tinker.wire import SampledTokens, write_sample_result
-from qerl.tinker.worker import Job
+from qerl.tinker.worker import Job, LaneTurn
 from qerl.types import Prompt, Sample, Sampling, TokenLogprob
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class ServedSampler:
+    """The weights that a client samples with."""
+
+    session_id: str
+    model_path: str | None
+    snapshot: int | None
+    """Number of its masters in Snapshots; None: the base model."""
+    rank: int
+    sigma: float
+    """Size of AQN's noise, relative to each norm's RMS; 0: none."""
+    noise_seed: int
+    num_requests: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampleWork:
+    sampler: ServedSampler
     tokens_T: list[int]
     num_samples: int
     sampling: Sampling
@@ -36,6 +56,7 @@ class _Collected:
         self.prompt_logprobs = PromptLogprobs(work.num_top_prompt) if is_scored else None
         self._tokens = [list[TokenLogprob]() for _ in range(work.num_samples)]
         self._samples: list[Sample | None] = [None] * work.num_samples
+        self._num_before = 0
         prompt = {"text": "", "tokens_T": work.tokens_T, "messages": None, "columns": {}}
         self.live = LiveRequest(
             prompt=Prompt(index=mix(seed), **prompt),
@@ -47,6 +68,23 @@ class _Collected:
             num_top_logprobs=work.num_top,
             prompt_logprobs=self.prompt_logprobs,
         )
+
+    def begin(self, row: int) -> None:
+        """Prepare to join a batch, again if it was interrupted."""
+        self.live.table_row, self._num_before = row, self._num_tokens
+        if self._num_tokens > 0:
+            self.live.prompt_logprobs = None  # complete before the first token
+        elif self.prompt_logprobs is not None:
+            self.prompt_logprobs.tokens.clear()
+
+    @property
+    def has_gone_on(self) -> bool:
+        """True if it has tokens from this turn."""
+        return self._num_tokens > self._num_before
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(map(len, self._tokens))
 
     @property
     def is_over(self) -> bool:
@@ -80,24 +118,48 @@ class _Collected:
         )
 
 
-def sample_all(engine: LocalEngine, jobs: list[Job], *, max_positions: int) -> None:
-    """Sample for the jobs, whose work is a SampleWork, with the weights that the decoder has now."""
+def sample_turn(
+    engine: LocalEngine, turn: LaneTurn, *, max_positions: int, row_of: Callable[[SampleWork], int | None]
+) -> None:
+    """Sample for the turn's jobs, whose work is a SampleWork, and those that come meanwhile.
+
+    row_of: the row of the decoder's adapter bank that a request reads; None: it must wait for another turn.
+    """
+    live: list[_Collected] = []
+    later: list[Job] = []
     with engine.live_batch(max_positions) as batch:
-        live = [each for each in (_Collected(job) for job in jobs) if _add(batch, each)]
-        while live:
+        new = list(turn.jobs)
+        while new or live:
+            for job in new:
+                # behind one that waits nobody joins, or it might wait for ever
+                if later or (row := row_of(job.work)) is None:
+                    later.append(job)
+                elif (request := _add(batch, job, row)) is not None:
+                    live.append(request)
             batch.step()
             batch.abort([each.live for each in live if each.job.is_cancelled])
             live = [each for each in live if not each.is_over]
-    for job in itertools.filterfalse(lambda job: job.future.done(), jobs):
+            if turn.is_over(for_own_lane=bool(later)) and any(each.has_gone_on for each in live):
+                break
+            new = turn.new_jobs() if live else []
+        batch.abort([each.live for each in live])
+    unfinished = [each.job for each in live if not each.is_over]
+    turn.put_back(unfinished + later)
+    for job in itertools.filterfalse(lambda job: job.future.done(), turn.jobs):
         job.fail(UserError("the request was cancelled"))
 
 
-def _add(batch: LiveBatch, request: _Collected) -> bool:
-    if request.job.is_cancelled:
-        return False
+def _add(batch: LiveBatch, job: Job, row: int) -> _Collected | None:
+    """Let the request join; None if it failed or was cancelled."""
+    if job.is_cancelled:
+        return None
+    if job.progress is None:
+        job.progress = _Collected(job)
+    request: _Collected = job.progress
+    request.begin(row)
     try:
         batch.add(request.live)
     except UserError as error:
-        request.job.fail(error)
-        return False
-    return True
+        job.fail(error)
+        return None
+    return request

@@ -5,15 +5,20 @@ in the order of their numbers, and one that is sent again gets the answer of the
 """
 
 import collections
+import contextlib
 import dataclasses
+import datetime
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qerl.aqn.norm_noise import noised
 from qerl.config.options import TinkerOptions
 from qerl.engine.local_engine import LocalEngine
 from qerl.errors import UserError, require
@@ -22,12 +27,13 @@ from qerl.models.peft.peft_names import decoder_tensors, peft_tensors
 from qerl.tinker.adapter import AdapterSlot, AdapterSpec, TrainedAdapter
 from qerl.tinker.checkpoints import Checkpoints
 from qerl.tinker.passes import Passes
-from qerl.tinker.sampling import sample_all
-from qerl.tinker.worker import DeviceWorker, Job, Lane
+from qerl.tinker.requests import GoneError, Requests
+from qerl.tinker.sampling import SampleWork, ServedSampler, sample_turn
+from qerl.tinker.snapshots import Snapshots
+from qerl.tinker.worker import DeviceWorker, Job, Lane, LaneTurn
 
 Result = bytes | dict[str, Any]
 _MAX_AHEAD = 10_000  # requests that wait for one with a lower number
-_KEPT_S = 60.0  # a result is kept so long after a client has taken it, whose connection may have failed
 
 
 class NotFoundError(UserError):
@@ -67,15 +73,6 @@ class TrainedModel:
         return self.adapter
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class ServedSampler:
-    session_id: str
-    model_path: str | None
-    lane: Lane
-    has_adapter: bool
-    num_requests: int = 0
-
-
 class Service:
     def __init__(
         self,
@@ -87,7 +84,7 @@ class Service:
     ):
         """names: those of the model that clients may use, the first is the one that they see."""
         self.worker, self.checkpoints, self.names, self.options = (
-            DeviceWorker(),
+            DeviceWorker(options.max_turn_s),
             Checkpoints(options.checkpoints),
             names,
             options,
@@ -96,8 +93,11 @@ class Service:
         self.sessions: dict[str, TinkerSession] = {}
         self.models: dict[str, TrainedModel] = {}
         self.samplers: dict[str, ServedSampler] = {}
-        self.jobs: dict[str, Job] = {}
-        self._snapshots = 0
+        self.shares_steps = slot.decoder.device.type == "cpu" and options.shared_adapters > 0
+        """True if rows of a decode step may have different adapters; else samplers take turns."""
+        self._together, self._lanes = Lane(self._sample_together, takes_all=True), dict[str, Lane]()
+        self.requests = Requests(kept_s=options.session_timeout_s, max_bytes=options.max_result_bytes)
+        self.snapshots = Snapshots(options.checkpoints, options.host_samplers)
         self._on_device: collections.OrderedDict[str, TrainedAdapter] = collections.OrderedDict()
 
     @property
@@ -105,45 +105,57 @@ class Service:
         return min(self.options.max_context_tokens, self.engine.max_positions)
 
     def create_session(self) -> str:
-        self.end_silent_sessions()
+        self.drop_old()
         session_id = secrets.token_hex(8)
         self.sessions[session_id] = TinkerSession(time.monotonic())
         return session_id
 
     def session(self, session_id: str) -> TinkerSession:
         if session_id not in self.sessions:
-            raise NotFoundError(
+            raise GoneError(
                 f"there is no session {session_id[:80]}: it has ended, or the server was restarted"
             )
         session = self.sessions[session_id]
         session.heard_s = time.monotonic()
         return session
 
-    def end_silent_sessions(self) -> None:
+    def drop_old(self) -> None:
+        """End silent sessions, and drop old results."""
         limit_s = time.monotonic() - self.options.session_timeout_s
         for session_id in [key for key, each in self.sessions.items() if each.heard_s < limit_s]:
             self.end_session(session_id)
-
-    def forget_results(self) -> None:
-        """Free results that clients have taken: a run of weeks has millions."""
-        limit_s = time.monotonic() - _KEPT_S
-        taken = [key for key, job in self.jobs.items() if job.taken_s is not None and job.taken_s < limit_s]
-        for key in taken:
-            del self.jobs[key]
+        self.requests.drop_old()
 
     def end_session(self, session_id: str) -> None:
         """Free all that the session has; its checkpoints stay."""
         session = self.sessions.pop(session_id, TinkerSession(0.0))
         for model_id in session.models:
-            model = self.models.pop(model_id)
-            self.worker.drop(model.lane)
-            for job in model.waiting.values():
-                job.fail(UserError("the session has ended"))
-            self._on_device.pop(model_id, None)
+            self._end_model(model_id)
         for sampler_id in session.samplers:
-            self.worker.drop(self.samplers.pop(sampler_id).lane)
-        ended = tuple(f"{session_id}:{kind}:" for kind in ("train", "sample"))
-        self.jobs = {key: job for key, job in self.jobs.items() if not key.startswith(ended)}
+            sampler = self.samplers.pop(sampler_id)
+            if (lane := self._lanes.pop(sampler_id, None)) is not None:
+                self.worker.drop(lane)
+            if sampler.snapshot is not None:
+                self.worker.run_later(partial(self.snapshots.drop, sampler.snapshot))
+        self.requests.end(session_id)
+
+    def unload(self, model_id: str) -> None:
+        """Free a training client; its samplers and checkpoints stay."""
+        if model_id in self.models:  # its session may have ended meanwhile
+            self.sessions[self.models[model_id].session_id].models.remove(model_id)
+            self._end_model(model_id)
+
+    def _end_model(self, model_id: str) -> None:
+        model = self.models.pop(model_id)
+        self.worker.drop(model.lane)
+        for job in model.waiting.values():
+            job.fail(UserError("the session has ended, or the model was unloaded"))
+
+        def free() -> None:  # in the worker, where a request of the model may be running now
+            self._on_device.pop(model_id, None)
+            model.adapter = None
+
+        self.worker.run_later(free)
 
     def model(self, model_id: str) -> TrainedModel:
         if model_id not in self.models:
@@ -153,9 +165,8 @@ class Service:
 
     def sampler(self, sampler_id: str) -> ServedSampler:
         if sampler_id not in self.samplers:
-            reason = "its session has ended, or newer ones have its place (--max-samplers)"
-            raise NotFoundError(f"there is no sampler {sampler_id[:80]}: {reason}")
-        sampler = self.samplers[sampler_id] = self.samplers.pop(sampler_id)  # the last used is the last
+            raise NotFoundError(f"there is no sampler {sampler_id[:80]}: its session has ended")
+        sampler = self.samplers[sampler_id]
         self.session(sampler.session_id)
         return sampler
 
@@ -183,7 +194,8 @@ class Service:
         model = TrainedModel(model_id, session_id, Lane(_run_first, takes_all=False), user_metadata=metadata)
         self.models[model_id] = model
         session.models.append(model_id)
-        self.jobs[request_id] = job = Job(lambda: make(model))
+        job = Job(lambda: make(model))
+        self.requests.add(request_id, job)
         self.worker.submit(model.lane, job)
         return request_id
 
@@ -191,11 +203,12 @@ class Service:
         """Run the work after the model's requests of lower numbers; return its id. seq None: the next."""
         seq = model.next_seq + len(model.waiting) if seq is None else seq
         request_id = f"{model.model_id}:{seq}"
-        if request_id in self.jobs:
+        if request_id in self.requests:
             return request_id
         require(seq >= model.next_seq, f"seq_id {seq} has passed: the next one is {model.next_seq}")
         require(len(model.waiting) < _MAX_AHEAD, f"{_MAX_AHEAD} requests wait for seq_id {model.next_seq}")
-        self.jobs[request_id] = model.waiting[seq] = Job(work)
+        model.waiting[seq] = Job(work)
+        self.requests.add(request_id, model.waiting[seq])
         while model.next_seq in model.waiting:
             self.worker.submit(model.lane, model.waiting.pop(model.next_seq))
             model.next_seq += 1
@@ -232,65 +245,100 @@ class Service:
     def adapter(self, model: TrainedModel) -> TrainedAdapter:
         return self._bring(model)
 
-    def add_sampler(
-        self,
-        session_id: str,
-        sampler_id: str,
-        tensors: Mapping[str, Tensor],
-        rank: int,
-        model_path: str | None,
-    ) -> str:
-        """Enter a sampler of these masters, which do not change; none are the base model."""
-        self._snapshots += 1
-        key = ("sampler", self._snapshots) if tensors else "base"
+    def sigma_of(self, metadata: Mapping[str, Any] | None) -> float:
+        """Return the noise of a training client's samplers: its user metadata's aqn_sigma, or the option."""
+        text = (metadata or {}).get("aqn_sigma", self.options.aqn_sigma)
+        try:
+            sigma = float(text)
+        except (TypeError, ValueError):
+            sigma = math.nan
+        require(
+            0 <= sigma < math.inf, f"user_metadata: aqn_sigma must be a number from 0 on, got {text!r}"[:200]
+        )
+        return sigma
 
-        def run(jobs: list[Job]) -> None:
-            self.slot.hold(key, tensors, rank)
-            sample_all(self.engine, jobs, max_positions=self.max_context_tokens)
-
-        self.session(session_id).samplers.append(sampler_id)
-        lane = Lane(run, takes_all=True)
-        self.samplers[sampler_id] = ServedSampler(session_id, model_path, lane, has_adapter=bool(tensors))
-        others = [key for key, each in self.samplers.items() if each.has_adapter and key != sampler_id]
-        if tensors and len(others) >= self.options.max_samplers:
-            of_session = [key for key in others if self.samplers[key].session_id == session_id]
-            self._end_sampler((of_session or others)[0])
+    def add_sampler(self, sampler_id: str, sampler: ServedSampler) -> str:
+        self.session(sampler.session_id).samplers.append(sampler_id)
+        self.samplers[sampler_id] = sampler
+        if not self.shares_steps:
+            self._lanes[sampler_id] = Lane(partial(self._sample_alone, sampler), takes_all=True)
         return sampler_id
 
-    def _end_sampler(self, sampler_id: str) -> None:
-        sampler = self.samplers.pop(sampler_id)
-        self.sessions[sampler.session_id].samplers.remove(sampler_id)
-        self.worker.drop(sampler.lane)
+    def _sample_alone(self, sampler: ServedSampler, turn: LaneTurn) -> None:
+        """In the worker: sample for one sampler, with the decoder's own adapter."""
+        tensors = {} if sampler.snapshot is None else self.snapshots.tensors(sampler.snapshot)
+        key = "base" if sampler.snapshot is None else ("sampler", sampler.snapshot)
+        self.slot.hold(key, tensors, sampler.rank)
+        with self._noise(sampler):
+            sample_turn(self.engine, turn, max_positions=self.max_context_tokens, row_of=lambda work: 0)
 
-    def sample(self, sampler_id: str, seq: int | None, work: Any) -> tuple[str, Job]:
+    def _sample_together(self, turn: LaneTurn) -> None:
+        """In the worker: sample for several samplers in the same steps; one with noise is alone."""
+        first, rows = turn.jobs[0].work.sampler, dict[int | None, int]({None: 0})
+        with self.slot.banked() as bank, self._noise(first):
+
+            def row_of(work: SampleWork) -> int | None:
+                sampler, snapshot = work.sampler, work.sampler.snapshot
+                if sampler is not first and (first.sigma > 0 or sampler.sigma > 0):
+                    return None
+                if snapshot is not None and snapshot not in rows:
+                    if len(rows) > self.options.shared_adapters:
+                        return None
+                    rows[snapshot] = self.slot.add_to(bank, self.snapshots.tensors(snapshot), sampler.rank)
+                return rows[snapshot]
+
+            sample_turn(self.engine, turn, max_positions=self.max_context_tokens, row_of=row_of)
+
+    def _noise(self, sampler: ServedSampler) -> contextlib.AbstractContextManager[int]:
+        how = {"sigma": sampler.sigma, "unit": "relative", "seed": sampler.noise_seed, "step": 0}
+        return noised(self.slot.decoder.noise_table, **how)
+
+    def sample(self, sampler_id: str, seq: int | None, work: SampleWork) -> str:
         sampler = self.sampler(sampler_id)
         request_id = f"{sampler_id}:{sampler.num_requests if seq is None else seq}"
-        if request_id not in self.jobs:
-            limit, lanes = self.options.max_waiting, [each.lane for each in self.samplers.values()]
+        if request_id not in self.requests:
+            limit, lanes = self.options.max_waiting, [self._together, *self._lanes.values()]
             if sum(len(lane.jobs) for lane in lanes) >= limit:
                 raise FullError(f"{limit} sampling requests are waiting")
             sampler.num_requests += 1
-            self.jobs[request_id] = Job(work)
-            self.worker.submit(sampler.lane, self.jobs[request_id])
-        return request_id, self.jobs[request_id]
+            job = Job(work)
+            self.requests.add(request_id, job)
+            self.worker.submit(self._lanes.get(sampler_id, self._together), job)
+        return request_id
 
     def job(self, request_id: str) -> Job:
-        if request_id not in self.jobs:
-            reason = "its session has ended, or its result was taken"
-            raise NotFoundError(f"there is no request {request_id[:100]}: {reason}")
+        """Return a request of a session, which has given a sign of life."""
         self.session(request_id.partition(":")[0])
-        return self.jobs[request_id]
+        return self.requests.job(request_id)
 
     def save(self, model: TrainedModel, kind: str, name: str, *, has_moments: bool, **how: Any) -> str:
         """In the worker: write a checkpoint of the model as it is; return its path."""
         adapter, decoder = model.made, self.slot.decoder
         description = adapter_description(adapter.config, self.options.model, decoder)
         info = {"base_model": self.names[0], **dataclasses.asdict(adapter.spec)}
-        info["user_metadata"] = how.pop("user_metadata", None)
+        info |= {"user_metadata": how.pop("user_metadata", None), "run_metadata": model.user_metadata}
         moments = adapter.moments() if has_moments else None
         tensors = peft_tensors(decoder.architecture, adapter.snapshot())
         place = model.model_id, kind, name
         return self.checkpoints.save(*place, tensors, description, info, moments=moments, **how)
+
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """Return the training runs that live or have checkpoints, by name, as the API describes them."""
+        always = {"model_owner": "local", "is_lora": True, "base_model": self.names[0]}
+        result: dict[str, dict[str, Any]] = {}
+        for name, entry, info in self.checkpoints.all():
+            about = {"training_run_id": name, "lora_rank": info["rank"], "last_request_time": entry["time"]}
+            run = result.setdefault(name, always | about | {"user_metadata": info.get("run_metadata")})
+            kind = {"training": "last_checkpoint", "sampler": "last_sampler_checkpoint"}
+            run.setdefault(kind.get(entry["checkpoint_type"], "external"), entry)
+            run.pop("external", None)
+        now, now_s = datetime.datetime.now(datetime.UTC), time.monotonic()
+        for name, model in self.models.items():
+            heard = now - datetime.timedelta(seconds=now_s - self.sessions[model.session_id].heard_s)
+            about = {"training_run_id": name, "user_metadata": model.user_metadata}
+            about |= {"lora_rank": None if model.spec is None else model.spec.rank}
+            result[name] = always | result.get(name, {}) | about | {"last_request_time": heard.isoformat()}
+        return result
 
     def stored(self, path: str) -> tuple[AdapterSpec, dict[str, Tensor], dict[str, Tensor] | None]:
         """Return a checkpoint's adapter, its masters under the decoder's names, and its moments."""
@@ -305,8 +353,8 @@ class Service:
         return spec, decoder_tensors(self.slot.decoder.architecture, saved.tensors, names), saved.moments
 
 
-def _run_first(jobs: list[Job]) -> None:
-    (job,) = jobs
+def _run_first(turn: LaneTurn) -> None:
+    (job,) = turn.jobs
     result = job.work()
     if not job.future.done():
         job.future.set_result(result)

@@ -10,6 +10,7 @@ nor generated code is needed.
 
 import dataclasses
 import itertools
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -34,7 +35,8 @@ class Datum:
 
     tokens_T: np.ndarray
     inputs: dict[str, np.ndarray]
-    """Arrays of the loss by name: target_tokens, weights, logprobs, advantages."""
+    """Arrays of the loss by name: target_tokens, weights, logprobs, advantages. [T]; for cross_entropy also
+    [T, K], several targets per position."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +95,20 @@ def read_pass_request(body: bytes) -> PassRequest:
 
 
 def write_pass_result(logprobs_D_T: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """Return a ForwardBackwardOutput with the logprobs of each datum's targets, fp32."""
-    offsets = np.cumsum([0, *(4 * len(each) for each in logprobs_D_T)], dtype="<i8")
-    flat = np.concatenate([*logprobs_D_T, np.empty(0)]).astype("<f4")
-    batched = _field(1, flat.tobytes()) + _field(2, offsets.tobytes()) + _field(3, _FLOAT32)
-    record = _field(2, _field(1, "logprobs") + _field(2, batched)) + _field(3, len(logprobs_D_T))
+    """Return a ForwardBackwardOutput with the logprobs of each datum's targets, fp32, in their shape."""
+    runs = itertools.groupby(logprobs_D_T, lambda each: each.shape[1:])
+    records = [_field(2, _record(list(run), shape)) for shape, run in runs]
     entries = [_field(3, _field(1, name) + _field(2, float(value))) for name, value in metrics.items()]
-    return _field(1, "ArrayRecord") + _field(2, record) + b"".join(entries)
+    return _field(1, "ArrayRecord") + b"".join(records) + b"".join(entries)
+
+
+def _record(arrays_D: Sequence[np.ndarray], trailing_shape: tuple[int, ...]) -> bytes:
+    """Return an ArrayRecord of arrays that differ in their first dimension only."""
+    offsets = np.cumsum([0, *(4 * each.size for each in arrays_D)], dtype="<i8")
+    flat = np.concatenate([each.ravel() for each in arrays_D]).astype("<f4")
+    batched = _field(1, flat.tobytes()) + _field(2, offsets.tobytes()) + _field(3, _FLOAT32)
+    batched += b"".join(_field(4, size) for size in trailing_shape)
+    return _field(2, _field(1, "logprobs") + _field(2, batched)) + _field(3, len(arrays_D))
 
 
 def write_sample_result(
@@ -171,16 +180,19 @@ def _tensor(message: bytes, place: str, budget: "_Budget") -> np.ndarray:
         if number == 1:
             dense = _bytes(value)
         elif number == 2:
-            raise WireError(f"{place}: a sparse tensor; only one target per position is supported")
+            raise WireError(f"{place}: a sparse tensor; only dense ones are supported")
         elif number == 3:
             dtype = _int(value)
         elif number == 4:
-            shape += list(itertools.islice(_varints(value), 2)) if isinstance(value, bytes) else [_int(value)]
+            shape += list(itertools.islice(_varints(value), 3)) if isinstance(value, bytes) else [_int(value)]
     if dtype not in _DTYPES:
         raise WireError(f"{place}: must be float32 or int64")
-    if len(shape) > 1:
-        raise WireError(f"{place}: must have one dimension, got shape {shape[:5]}")
-    return _array(dense, _DTYPES[dtype], place)
+    array = _array(dense, _DTYPES[dtype], place)
+    if len(shape) < 2:
+        return array
+    if len(shape) > 2 or math.prod(shape) != len(array) or len(array) == 0:
+        raise WireError(f"{place}: {len(array)} elements of shape {shape[:5]}; must be [T] or [T, targets]")
+    return array.reshape(shape)
 
 
 def _array(content: bytes, dtype: np.dtype, place: str) -> np.ndarray:

@@ -66,7 +66,7 @@ class EpisodeParser(RequestParser):
         return self.shared.grammars
 
     @property
-    def known_name(self) -> str | None:
+    def known_names(self) -> tuple[str, ...] | None:
         return None
 
     def _chat_request(self, body: ChatBody, messages: list[dict[str, Any]]) -> CompletionRequest:

@@ -1,0 +1,60 @@
+"""Adapters of samplers, which do not change: those used last in host memory, the others in files.
+
+An RL loop makes a sampler a step, and none of them ends before its session does.
+"""
+
+import collections
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+class Snapshots:
+    def __init__(self, folder: Path, max_in_memory: int):
+        """folder: where a temporary folder is made once it is needed."""
+        self._folder, self._max_in_memory = folder, max_in_memory
+        self._files: Path | None = None
+        self._held: collections.OrderedDict[int, Mapping[str, Tensor]] = collections.OrderedDict()
+        self._num_added, self._lock = 0, threading.Lock()
+
+    def add(self, tensors: Mapping[str, Tensor]) -> int:
+        """Return the number under which the tensors are kept."""
+        with self._lock:
+            self._num_added += 1
+            self._hold(self._num_added, tensors)
+            return self._num_added
+
+    def tensors(self, number: int) -> Mapping[str, Tensor]:
+        with self._lock:
+            tensors = self._held.get(number)
+            self._hold(number, load_file(self._file(number)) if tensors is None else tensors)
+            return self._held[number]
+
+    def drop(self, number: int) -> None:
+        with self._lock:
+            self._held.pop(number, None)
+            if self._files is not None:
+                self._file(number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._files is not None:
+            shutil.rmtree(self._files, ignore_errors=True)
+
+    def _hold(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        self._held[number] = tensors
+        self._held.move_to_end(number)
+        while len(self._held) > self._max_in_memory:
+            oldest, tensors = self._held.popitem(last=False)
+            if not (file := self._file(oldest)).exists():
+                save_file({name: t.contiguous() for name, t in tensors.items()}, file)
+
+    def _file(self, number: int) -> Path:
+        if self._files is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._files = Path(tempfile.mkdtemp(prefix=".samplers-", dir=self._folder))
+        return self._files / f"{number}.safetensors"

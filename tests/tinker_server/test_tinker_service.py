@@ -1,0 +1,259 @@
+"""What the server keeps for its clients, and for how long; without a model."""
+
+import contextlib
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+
+from qerl.config import ModelConfig
+from qerl.config.options import TinkerOptions
+from qerl.errors import UserError
+from qerl.tinker.requests import GoneError, Requests
+from qerl.tinker.sampling import SampleWork, sample_turn
+from qerl.tinker.service import Service
+from qerl.tinker.snapshots import Snapshots
+from qerl.tinker.worker import DeviceWorker, Job, Lane
+from qerl.types import Sample, Sampling, TokenLogprob
+
+
+def finished(size, *, age_s=0.0):
+    job = Job(None)
+    job.future.set_result(bytes(size))
+    job.done_s -= age_s
+    return job
+
+
+def requests_of(jobs, **limits):
+    requests = Requests(**{"kept_s": 300.0, "max_bytes": 1000, **limits})
+    for name, job in jobs.items():
+        requests.add(name, job)
+    return requests
+
+
+def test_a_fetched_result_is_kept_for_a_minute_and_another_for_the_timeout(monkeypatch):
+    requests = requests_of(
+        {"a": finished(1), "b": finished(1), "old": finished(1, age_s=301), "c": Job(None)}
+    )
+    requests.fetched("a")
+    requests.drop_old()
+    assert [name for name in ("a", "b", "old", "c") if name in requests] == ["a", "b", "c"]
+    monkeypatch.setattr("qerl.tinker.requests._FETCHED_KEPT_S", -1.0)
+    requests.drop_old()
+    assert [name for name in ("a", "b", "c") if name in requests] == ["b", "c"]
+    with pytest.raises(GoneError, match="no longer kept"):
+        requests.job("a")
+
+
+def test_above_the_limit_fetched_results_go_first_and_then_the_oldest():
+    jobs = {"new": finished(400), "old": finished(400, age_s=9), "fetched": finished(400), "runs": Job(None)}
+    requests = requests_of(jobs)
+    requests.fetched("fetched")
+    requests.drop_old()
+    assert [name for name in jobs if name in requests] == ["new", "old", "runs"]
+    requests.add("newer", finished(500))
+    requests.drop_old()
+    assert [name for name in (*jobs, "newer") if name in requests] == ["new", "runs", "newer"]
+
+
+def test_the_end_of_a_session_cancels_its_requests_only():
+    mine, other = Job(None), Job(None)
+    requests = requests_of({"s1:sample:0:1": mine, "s10:sample:0:1": other})
+    requests.end("s1")
+    assert mine.is_cancelled and not other.is_cancelled and len(requests) == 1
+
+
+def test_snapshots_beyond_the_limit_are_read_back_from_files(tmp_path):
+    snapshots = Snapshots(tmp_path, 2)
+    numbers = [snapshots.add({"a": torch.full((2,), float(value))}) for value in range(4)]
+    files = [file.name for file in tmp_path.rglob("*.safetensors")]
+    assert sorted(files) == ["1.safetensors", "2.safetensors"]
+    assert [snapshots.tensors(number)["a"][0].item() for number in numbers] == [0, 1, 2, 3]
+    for number in numbers:
+        snapshots.drop(number)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    snapshots.close()
+    assert not list(tmp_path.iterdir())
+
+
+class Adapter:
+    def move(self, device):
+        pass
+
+
+class Batch:
+    """A batch of an engine whose samples are the numbers of their tokens."""
+
+    def __init__(self, on_step):
+        self.requests, self.on_step = [], on_step
+
+    def add(self, request):
+        request.samples_G = request.samples_G or [[] for _ in range(request.num_samples)]
+        self.requests.append(request)
+
+    def step(self):
+        self.on_step()
+        for request in list(self.requests):
+            for index, tokens in enumerate(request.samples_G):
+                tokens.append(len(tokens))
+                finish = {"text": "", "finish": "length", "version": 0}
+                is_last = len(tokens) == request.sampling.max_tokens
+                ended = (
+                    Sample(tokens_T=tokens, logprobs_T=[-1.0] * len(tokens), **finish) if is_last else None
+                )
+                request.on_token(index, TokenLogprob(tokens[-1], -1.0), ended)
+                if is_last and request in self.requests:
+                    self.requests.remove(request)
+
+    def abort(self, requests):
+        self.requests = [each for each in self.requests if each not in requests]
+
+
+def sampling_lane(order, on_step, row_of=lambda work: 0):
+    """Return a lane that samples with a Batch; order: gets what ends."""
+    engine = types.SimpleNamespace(live_batch=lambda _: contextlib.nullcontext(Batch(on_step)))
+
+    def run(turn):
+        order.append("turn")
+        sample_turn(engine, turn, max_positions=100, row_of=row_of)
+
+    return Lane(run, takes_all=True)
+
+
+def sampling_job(max_tokens, token=1):
+    limits = {"num_samples": 1, "stop_token_ids": frozenset(), "seed": 1, "num_top_prompt": 0, "num_top": 0}
+    sampling = Sampling(max_tokens=max_tokens, temperature=1.0)
+    return Job(
+        SampleWork(sampler=None, tokens_T=[token], sampling=sampling, has_prompt_logprobs=False, **limits)
+    )
+
+
+def test_a_long_sample_is_interrupted_for_learning_and_goes_on_from_its_tokens():
+    worker, order, steps, long = DeviceWorker(0.0), [], [], sampling_job(50)
+    short = sampling_job(2)
+    learning = Lane(lambda turn: [job.future.set_result(order.append("step")) for job in turn.jobs], False)
+
+    def on_step():
+        steps.append(len(steps))
+        if len(steps) == 3:
+            worker.submit(learning, Job(None))
+        if len(steps) == 10:
+            worker.submit(lane, short)
+
+    lane = sampling_lane(order, on_step)
+    long.future.add_done_callback(lambda _: order.append("long"))
+    short.future.add_done_callback(lambda _: order.append("short"))
+    worker.submit(lane, long)
+    worker.start()
+    long.future.result(10)
+    worker.close()
+    assert order == ["turn", "step", "turn", "short", "long"]
+    assert len(steps) == 50  # none again
+
+
+def test_nobody_joins_before_a_request_that_cannot():
+    worker, order, steps = DeviceWorker(1e9), [], []
+    jobs = {name: sampling_job(9, token) for name, token in (("first", 1), ("other", 2), ("third", 1))}
+
+    def on_step():
+        steps.append(1)
+        if len(steps) in (3, 5):
+            worker.submit(lane, jobs["other" if len(steps) == 3 else "third"])
+
+    lane = sampling_lane(
+        order, on_step, lambda work: 0 if order.count("turn") > 1 or work.tokens_T == [1] else None
+    )
+    for name, job in jobs.items():
+        job.future.add_done_callback(lambda _, name=name: order.append(name))
+    worker.submit(lane, jobs["first"])
+    worker.start()
+    jobs["third"].future.result(10)
+    worker.close()
+    assert order == ["turn", "first", "turn", "other", "third"]
+
+
+def test_a_failure_fails_those_that_joined_too():
+    worker, order = DeviceWorker(1.0), []
+    first, joined, steps = sampling_job(9), sampling_job(9), []
+
+    def on_step():
+        steps.append(1)
+        if len(steps) == 2:
+            worker.submit(lane, joined)
+        if len(steps) == 4:
+            raise RuntimeError("the device is gone")
+
+    lane = sampling_lane(order, on_step)
+    worker.submit(lane, first)
+    worker.start()
+    for job in (first, joined):
+        with pytest.raises(RuntimeError, match="is gone"):
+            job.future.result(10)
+    worker.close()
+
+
+@pytest.fixture
+def service(tmp_path):
+    slot = types.SimpleNamespace(decoder=types.SimpleNamespace(device=torch.device("cpu")))
+    options = TinkerOptions(model=ModelConfig(), checkpoints=tmp_path, max_adapters=1)
+    service = Service(slot, None, None, options, ("tiny",))
+    service.worker.start()
+    yield service
+    service.worker.close()
+
+
+def create(service):
+    """Return a new session, its training client and a weak reference to the adapter."""
+
+    def make(model):
+        model.adapter = Adapter()
+        return {}
+
+    session_id = service.create_session()
+    request_id = service.create_model(session_id, 0, make, None)
+    service.job(request_id).future.result(10)
+    (model,) = service.models.values()
+    return session_id, model, weakref.ref(model.adapter)
+
+
+def wait_for_worker(service):
+    done = threading.Event()
+    service.worker.run_later(done.set)
+    assert done.wait(10)
+
+
+def test_a_session_that_ends_beside_its_running_request_leaves_no_adapter(service):
+    session_id, model, adapter = create(service)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        assert goes_on.wait(10)
+        service.adapter(model)  # brings it to the device, after the session's end
+        return {}
+
+    running = service.job(service.submit(model, 1, work))
+    waiting = service.job(service.submit(model, 2, work))
+    early = service.job(service.submit(model, 9, work))
+    assert begun.wait(10)
+    service.end_session(session_id)
+    for job in (waiting, early):
+        with pytest.raises(UserError, match="has ended"):
+            job.future.result(10)
+    goes_on.set()
+    assert running.future.result(10) == {}
+    wait_for_worker(service)
+    assert adapter() is None and not service.models and not len(service.requests)
+
+
+def test_an_unloaded_model_leaves_room_for_another(service):
+    session_id, model, adapter = create(service)
+    with pytest.raises(UserError, match="has 1 training clients"):
+        service.create_model(session_id, 1, lambda model: {}, None)
+    service.unload(model.model_id)
+    service.unload(model.model_id)
+    wait_for_worker(service)
+    assert adapter() is None
+    create(service)
