@@ -20,6 +20,7 @@ _REWARDS = "no agent.function"
 _SPLITS = "task.source hub or task.source gsm8k"
 _HAS_RATIO = "algo.loss_type not sapo and algo.loss_type not maspo and algo.loss_type not nll"
 _CAPPED = "algo.importance not none and algo.importance not ratio"
+_SMOOTHED = " or ".join(f"dpo.loss_type has {name}" for name in ("robust", "exo_pair", "aot", "aot_unpaired"))
 _TRACKED = "loggers has wandb or loggers has mlflow or loggers has trackio"
 NEEDS: dict[str, str] = {
     "run_name": _TRACKED,
@@ -88,6 +89,12 @@ NEEDS: dict[str, str] = {
     "sft": "sft.data",
     "sft.eval_fraction": "no sft.eval_data",
     "sft.split": "no sft.is_file",
+    "dpo": "dpo.loss_type",
+    "dpo.f_alpha_divergence_coef": "dpo.f_divergence_type alpha_divergence",
+    "dpo.label_smoothing": _SMOOTHED,
+    "dpo.discopop_tau": "dpo.loss_type has discopop",
+    "dpo.desirable_weight": "no dpo.is_paired",
+    "dpo.undesirable_weight": "no dpo.is_paired",
 }
 """By field or section: the condition under which it acts."""
 FACTS = {

@@ -12,7 +12,7 @@ from qerl.config import AlgoConfig, NoiseConfig, RunConfig, SampleConfig, SftCon
 from qerl.errors import require
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.tasks.demonstrations import check_columns, form_of
-from qerl.training.sft import fine_tune, held_out_loss, read_rows
+from qerl.training.sft import fine_tune, held_out_figures, read_rows
 from qerl.trl.config import SFTConfig
 from qerl.trl.data import write_rows
 from qerl.trl.ignored import SFTIgnoredFields, ignored
@@ -174,10 +174,10 @@ class SFTTrainer(RunTrainer):
 
     def _held_out(self, path: Path, num_rows: int) -> dict[str, float]:
         begin_s = time.perf_counter()
-        loss, count = held_out_loss(self.config, str(path))
+        figures, count = held_out_figures(self.config, str(path))
         runtime_s = time.perf_counter() - begin_s
         return {
-            "loss": loss,
+            "loss": figures["nll"],
             "num_rows": count,
             "runtime": round(runtime_s, 3),
             "samples_per_second": round(count / runtime_s, 3),
