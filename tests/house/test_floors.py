@@ -53,7 +53,7 @@ SIZES = {  # lines of each package when it was last looked at
     "tinker": 2000,
     "tracking": 3520,
     "training": 4918,
-    "trl": 2280,
+    "trl": 2657,
 }
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")
