@@ -176,10 +176,19 @@ def _label(value: Any) -> bool:
     return bool(value)
 
 
+def has_pairs(columns: Sequence[str]) -> bool:
+    """True if a table has both completions of a pair."""
+    return set(_PAIR) <= set(columns)
+
+
+def has_preferences(columns: Sequence[str]) -> bool:
+    """True if a table has pairs, or completions with a label."""
+    return has_pairs(columns) or set(_SINGLE) <= set(columns)
+
+
 def check_preference_columns(name: str, columns: Sequence[str], *, is_paired: bool) -> None:
     """Raise UserError if no row of a table with these columns is a preference."""
-    forms = (_PAIR,) if is_paired else (_PAIR, _SINGLE)
-    if any(set(form) <= set(columns) for form in forms):
+    if has_pairs(columns) if is_paired else has_preferences(columns):
         return
     what = "chosen and rejected, with or without prompt"
     what += "" if is_paired else ", or prompt, completion and label"
