@@ -6,9 +6,10 @@ from typing import Annotated
 import tyro
 
 from qerl.cli.arguments import announce_run, expand, parse_options, wants_help
+from qerl.cli.help import Help
 from qerl.cli.result import print_result, take_flag
 from qerl.cli.sft import SftOptions, run_config
-from qerl.cli.train import check_early, take_init_adapter
+from qerl.cli.train import COMMON, check_early, take_init_adapter
 from qerl.config import DpoConfig, LearnConfig, SftConfig
 from qerl.errors import UserError, require
 
@@ -16,14 +17,26 @@ DESCRIPTION = f"""{__doc__}
 
 examples:
   qerl dpo --data pairs.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --out runs/dpo
-  qerl dpo --data ratings.jsonl --loss kto --init-adapter runs/sft
-
-short options:
-  --model MODEL           same as --model.path
-  --loss LOSS ...         same as --loss-type
-  --init-adapter FOLDER   continue from a PEFT adapter or a run's, which is the reference then
-  --json                  print the result as one line of JSON"""
+  qerl dpo --data ratings.jsonl --loss kto --init-adapter runs/sft"""
 _SHORT = {"--model": "--model.path", "--loss": "--loss-type"}
+HELP = Help(
+    DESCRIPTION,
+    {
+        "--data ROWS": "file of rows, or a hub id",
+        "--loss LOSS ...": "sigmoid (DPO), ipo, kto and others",
+        "--beta": "weight of the reference",
+        **{name: COMMON[name] for name in ("--model MODEL", "--init-adapter FOLDER", "--out FOLDER")},
+        "--num-train-epochs": "passes over the rows",
+        "--max-steps": "updates at most; None: by the epochs",
+        "--batch-size": "rows per update",
+        "--max-length": "longest row, in tokens",
+        "--learn.learning-rate": "",
+        **{name: COMMON[name] for name in ("--adapter.rank", "--model.format FORMAT")},
+        "--evaluate.num-prompts": "held-out rows; 0: none",
+        **{name: COMMON[name] for name in ("--evaluate.every", "--checkpoint.every", "--seed", "--json")},
+    },
+    _SHORT,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +59,12 @@ class DpoOptions(SftOptions):
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        parse_options(DpoOptions, arguments, "dpo", description=DESCRIPTION)
+        parse_options(DpoOptions, arguments, "dpo", help=HELP)
     as_json, arguments = take_flag(arguments, "--json")
     adapter, arguments = take_init_adapter(arguments)
     arguments = expand(arguments, _SHORT)
     default = DpoOptions() if adapter is None else DpoOptions(adapter=adapter)
-    options = parse_options(DpoOptions, arguments, "dpo", default, DESCRIPTION)
+    options = parse_options(DpoOptions, arguments, "dpo", default, HELP)
     if not options.sft.data:
         raise UserError("dpo needs --data: a .jsonl, .json, .parquet or .csv file, or a hub id")
     losses = " and ".join(options.dpo.loss_type)
