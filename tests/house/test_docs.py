@@ -20,6 +20,7 @@ from qerl.bench import options as bench_options
 from qerl.cli.bench import BENCHMARKS
 from qerl.cli.check import CheckOptions
 from qerl.cli.data import DataOptions
+from qerl.cli.dpo import DpoOptions
 from qerl.cli.main import COMMANDS
 from qerl.cli.plan import PlanOptions
 from qerl.cli.report import ReportOptions
@@ -34,6 +35,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TAKEN = {
     "train": RunConfig,
     "sft": SftOptions,
+    "dpo": DpoOptions,
     "distil": RunConfig,
     "check": CheckOptions,
     "data": DataOptions,
@@ -55,6 +57,7 @@ TAKEN = {
 SHORT = {
     "teacher",
     "model",
+    "loss",
     "task",
     "reward",
     "answer_column",
@@ -66,7 +69,7 @@ SHORT = {
     "help_all",
     "debug",
 }
-MAX_WORDS = 36_900  # of all pages of the site
+MAX_WORDS = 37_000  # of all pages of the site
 PLACEHOLDERS = {"my_recipe", "RECIPE"}
 
 
@@ -74,7 +77,7 @@ def names(kind, prefix=""):
     for name, field in typing.get_type_hints(kind).items():
         yield prefix + name
         if dataclasses.is_dataclass(field):
-            yield from names(field, "" if name in ("run", "sft") else f"{prefix}{name}.")
+            yield from names(field, "" if name in ("run", "sft", "dpo") else f"{prefix}{name}.")
 
 
 def commands(text):
@@ -182,6 +185,8 @@ def logged_metrics() -> set[str]:
         "training/rollouts/branching.py",
     )
     held_out = keys_of("training/rollouts/evaluation.py", "held_out_figures")
+    imitated = keys_of("training/sft.py", "held_out")
+    preferred = keys_of("training/dpo.py", "learn") | keys_of("algo/preference.py", "preference_metrics")
     names = {
         *keys_of(metrics, "sampling_metrics", "update_metrics"),
         *keys_of(rollout, "sample", "rollout_metrics", "accuracy_metrics"),
@@ -197,6 +202,7 @@ def logged_metrics() -> set[str]:
         *(f"eval_{name}" for name in held_out),
         *(f"eval_float_{name}" for name in held_out | keys_of("training/float_evaluation.py", "prices")),
         *keys_of("training/sft.py", "step"),
+        *(each for name in imitated | preferred for each in (name, f"eval_{name}")),
         *keys_of("training/rollouts/distil.py", "sample"),
         *keys_of("training/rollouts/partial.py", "_metrics", "_cache_metrics"),
         *keys_of("training/rollouts/overlap.py", "metrics"),
@@ -270,7 +276,7 @@ def phases() -> set[str]:
 
 def documented_metrics() -> set[str]:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "metrics.md").read_text(), flags=re.MULTILINE)
-    return {named(key) for row in rows for key in re.findall(r"`(\w+)`", row)}
+    return {named(key) for row in rows for key in re.findall(r"`([\w/]+)`", row) if "/NAME" not in key}
 
 
 def named(key: str) -> str:

@@ -35,12 +35,12 @@ ROOMS = {  # inside a package a folder imports from itself and from folders furt
 }
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 SIZES = {  # lines of each package when it was last looked at
-    "algo": 850,
+    "algo": 1101,
     "aqn": 528,
     "bench": 1670,
     "cli": 1890,
-    "config": 2600,
-    "cost": 514,
+    "config": 2805,
+    "cost": 533,
     "engine": 5959,
     "eval": 463,
     "export": 425,
@@ -53,7 +53,7 @@ SIZES = {  # lines of each package when it was last looked at
     "tinker": 2600,
     "tracking": 3520,
     "training": 4918,
-    "trl": 2280,
+    "trl": 2657,
 }
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")

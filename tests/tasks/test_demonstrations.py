@@ -10,7 +10,7 @@ from qerl.config import SftConfig
 from qerl.errors import UserError
 from qerl.tasks.demonstrations import Demonstrator
 from qerl.tasks.prompt import BadRow
-from qerl.tasks.sft_rows import SftRows
+from qerl.tasks.sft_rows import DEMONSTRATIONS, SftRows
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -174,7 +174,7 @@ def write(path, rows):
 def read(tokenizer, data, max_evaluated=100, **settings):
     config = SftConfig(data=data, **settings)
     stop_ids = frozenset([tokenizer.eos_token_id])
-    return SftRows.read(config, tokenizer, stop_ids, max_evaluated=max_evaluated, seed=0)
+    return SftRows.read(config, tokenizer, stop_ids, DEMONSTRATIONS, max_evaluated=max_evaluated, seed=0)
 
 
 def test_bad_and_cut_rows_are_counted_in_one_line(tokenizer, tmp_path):

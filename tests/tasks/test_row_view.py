@@ -154,3 +154,18 @@ def test_a_file_that_is_missing_is_refused(files):
         command(["data", "nowhere.jsonl", "--model", str(files)])
     with pytest.raises(UserError, match="needs one file"):
         command(["data"])
+
+
+def test_both_completions_of_a_pair_are_shown_and_a_pair_that_is_none_is_named(tmp_path, capsys):
+    model = tiny_run.write_model(tmp_path / "model")
+    user = {"role": "user", "content": "hi"}
+    rows = [{"prompt": [user], "chosen": [{"role": "assistant", "content": "yo"}], "rejected": "no"}]
+    rows += [{"prompt": "a", "chosen": "b", "rejected": "b"}]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command(["data", str(path), "--model", str(model)])
+    text = capsys.readouterr().out
+    assert "dpo rows; what is learned is in [[ ]]" in text and "1 usable of 2 rows" in text
+    for part, answer in (("chosen", "yo"), ("rejected", "no")):
+        assert f"--- line 1, {part}" in text and f"hi<|im_end|><|im_start|>[[{answer}<|im_end|>]]" in text
+    assert "unusable: 1 (line 2: chosen and rejected are the same)" in text

@@ -13,7 +13,7 @@ from qerl.config import SftConfig
 from qerl.errors import UserError
 from qerl.tasks.demonstrations import Demonstrator, check_columns
 from qerl.tasks.prompt import BadRow
-from qerl.tasks.sft_rows import SftRows
+from qerl.tasks.sft_rows import DEMONSTRATIONS, SftRows
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson + '\\n' }}{% endfor %}<|im_end|>\n"
@@ -391,7 +391,14 @@ def test_what_cannot_be_learned_as_it_is_written_is_refused_by_name(tokenizer, r
 def read(tokenizer, path, rows, **settings):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = SftConfig(data=str(path), eval_fraction=0.0, **settings)
-    return SftRows.read(config, tokenizer, frozenset([tokenizer.eos_token_id]), max_evaluated=0, seed=0)
+    return SftRows.read(
+        config,
+        tokenizer,
+        frozenset([tokenizer.eos_token_id]),
+        DEMONSTRATIONS,
+        max_evaluated=0,
+        seed=0,
+    )
 
 
 def test_a_column_that_is_not_used_is_named_and_counted(tokenizer, tmp_path):

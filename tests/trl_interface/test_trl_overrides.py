@@ -8,7 +8,7 @@ import transformers
 
 import tiny_run
 from qerl.errors import UserError
-from qerl.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from qerl.trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, SFTConfig, SFTTrainer
 from qerl.trl.overrides import HONOURED, NAMES
 
 ROWS = [{"prompt": f"{i} + {i} =", "completion": " 2"} for i in range(8)]
@@ -19,6 +19,8 @@ def reward_len(completions, **kwargs):
 
 
 def made(kind, folder, **more):
+    if issubclass(kind, DPOTrainer | KTOTrainer):
+        return kind("model", args=kind.config_class(str(folder), max_steps=1, **more), train_dataset=ROWS)
     if issubclass(kind, SFTTrainer):
         return kind("model", SFTConfig(str(folder), max_steps=1, **more), train_dataset=ROWS)
     return kind("model", reward_len, GRPOConfig(str(folder), max_steps=1, **more), ROWS)
@@ -30,7 +32,7 @@ def own(*arguments, **options):
 
 @pytest.mark.parametrize("name", sorted(NAMES - HONOURED))
 def test_a_method_that_no_run_calls_is_refused_by_name(name, tmp_path):
-    for base in (GRPOTrainer, SFTTrainer):
+    for base in (GRPOTrainer, SFTTrainer, DPOTrainer, KTOTrainer):
         kind = type("Mine", (base,), {name: own})
         with pytest.raises(UserError, match=rf"^Mine\.{name} is not supported: .*; \w+"):
             made(kind, tmp_path)
@@ -104,7 +106,7 @@ def test_log_and_methods_of_ones_own_are_used(model, tmp_path):
 
 def test_the_names_are_all_of_the_installed_trl():
     trl = pytest.importorskip("trl")
-    for kind in (trl.GRPOTrainer, trl.SFTTrainer):
+    for kind in (trl.GRPOTrainer, trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer):
         members = {
             name
             for base in kind.__mro__[:-1]
@@ -114,7 +116,7 @@ def test_the_names_are_all_of_the_installed_trl():
         assert {name for name in members if not name.startswith("__")} <= NAMES
 
 
-@pytest.mark.parametrize("ours", [GRPOTrainer, SFTTrainer])
+@pytest.mark.parametrize("ours", [GRPOTrainer, SFTTrainer, DPOTrainer, KTOTrainer])
 def test_the_trainer_takes_what_trls_takes(ours):
     trl = pytest.importorskip("trl")
     theirs = inspect.signature(getattr(trl, ours.__name__).__init__).parameters

@@ -1,8 +1,8 @@
 """Scripts written for TRL run after a change of their import, on a tiny model with local rows.
 
 TRL's source package has no examples/. The scripts in scripts/ have the shapes of those examples, in words of
-their own: their fields, data sets, parsers, rewards, tools and environments; trl/scripts/grpo.py, sft.py and
-dpo.py are of TRL. OF_TRL says which of TRL's scripts each one stands for, REFUSED what is refused. Hub ids
+their own: their fields, data sets, parsers, rewards, tools and environments; those in trl/scripts are of
+TRL. OF_TRL says which of TRL's scripts each one stands for, REFUSED what is refused. Hub ids
 of models are replaced by a folder; load_dataset, HfApi, loggers and servers by stand-ins. A token in three
 of the tiny model's vocabulary is a whole tool call. With TRL's source,
 
@@ -44,6 +44,7 @@ SHORT = (
     "--max_steps 2 --max_completion_length 8 --logging_steps 1 --model_name_or_path MODEL --output_dir out "
 )
 GSM8K = SHORT + "--dataset_name openai/gsm8k --dataset_config main "
+PREFERENCES = "--model_name_or_path MODEL --max_steps 2 --logging_steps 1 --use_peft --lora_r 4 "
 THINKING = "--model_name_or_path MODEL --dataset_name HuggingFaceH4/Multilingual-Thinking "
 RUNS = {
     "gsm8k": GSM8K + "--learning_rate 1e-5",
@@ -89,14 +90,17 @@ RUNS = {
     "trl/scripts/sft.py": "--model_name_or_path MODEL --output_dir out --dataset_name trl-lib/Capybara"
     " --num_train_epochs 0.5 --per_device_train_batch_size 4 --packing --max_length 256 --use_peft --lora_r 4"
     " --eval_strategy steps --eval_steps 1 --logging_steps 1 --push_to_hub True --report_to none",
+    "trl/scripts/dpo.py": PREFERENCES + "--dataset_name trl-lib/ultrafeedback_binarized --output_dir dpo"
+    " --eval_strategy steps --eval_steps 2 --precompute_ref_log_probs True --learning_rate 5e-6",
+    "trl/scripts/kto.py": PREFERENCES + "--dataset_name trl-lib/kto-mix-14k --output_dir kto",
 }
 """Arguments by the script's name; MODEL stands for the tiny model's folder."""
 REFUSED = {
     "nemo_gym": ("", "rollout_func is not supported"),
     "maxrl": (SHORT, "scale_rewards must be one of group, batch, none, got mean"),
-    "trl/scripts/dpo.py": (
-        "--model_name_or_path MODEL --dataset_name trl-lib/ultrafeedback --output_dir dpo",
-        "DPOConfig of TRL is not supported",
+    "trl/scripts/dpo.py images": (
+        PREFERENCES + "--dataset_name HuggingFaceH4/rlaif-v_formatted --output_dir dpo",
+        "train_dataset has a column 'images': vision models are not supported",
     ),
     "grpo_images": (SHORT, "train_dataset has a column 'image': vision models are not supported"),
     "browser images": (
@@ -135,7 +139,7 @@ WITH_IMAGES = {
     **dict.fromkeys(("openenv/browsergym", "openenv/carla_vlm", "openenv/carla_vlm_gemma"), "browser images"),
     **dict.fromkeys(("sft_vlm_smol_vlm",), "sft_images"),
     **dict.fromkeys(("sft_vlm", "sft_vlm_gemma3", "sft_video_llm"), "sft_images prepared"),
-    **dict.fromkeys(("dpo_vlm", "mpo_vlm"), "trl/scripts/dpo.py"),
+    **dict.fromkeys(("dpo_vlm", "mpo_vlm"), "trl/scripts/dpo.py images"),
 }
 QUESTIONS = [{"question": f"Does {i} and {i} make {2 * i}?", "answer": f"so #### {2 * i}"} for i in range(24)]
 ROWS = {
@@ -175,6 +179,28 @@ ROWS = {
     "bebechien/SimpleToolCalling": [
         {"tool_name": "search", "tool_arguments": '{"query": "a"}', "user_content": f"Find {i}."}
         for i in range(24)
+    ],
+    "trl-lib/ultrafeedback_binarized": [
+        {
+            "chosen": [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": "Yes."},
+            ],
+            "rejected": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": "?"}],
+            "score_chosen": 9.0,
+        }
+        for row in QUESTIONS
+    ],
+    "trl-lib/kto-mix-14k": [
+        {
+            "prompt": [{"role": "user", "content": row["question"]}],
+            "completion": [{"role": "assistant", "content": "Yes." if i % 2 else "?"}],
+            "label": bool(i % 2),
+        }
+        for i, row in enumerate(QUESTIONS)
+    ],
+    "HuggingFaceH4/rlaif-v_formatted": [
+        {"prompt": "x", "chosen": "a", "rejected": "b", "images": ["c"]} for _ in range(24)
     ],
     "mixed/tasks": [{"prompt": f"Task {i}:", "task": ("math", "code")[i % 2]} for i in range(24)],
 }
@@ -272,7 +298,11 @@ def finished(name, arguments, model, folder):
     """Run the script and return (exit code, stdout, stderr)."""
     trl = pytest.importorskip("trl")
     is_trls = name.startswith("trl/")
-    path = Path(trl.__file__).parents[1] / name if is_trls else HERE / "scripts" / f"{name.split()[0]}.py"
+    path = (
+        Path(trl.__file__).parents[1] / name.split()[0]
+        if is_trls
+        else HERE / "scripts" / f"{name.split()[0]}.py"
+    )
     process = tiny_run.Forked(lambda: run(path.read_text(), arguments.split(), model, folder))
     return process.communicate(timeout=240), process.returncode
 
@@ -302,7 +332,7 @@ def test_a_script_that_cannot_run_is_refused_in_one_line(name, model, tmp_path):
 
 def test_trls_scripts_run_or_are_refused():
     runs = [name for name, own in OF_TRL.items() if own in RUNS]
-    assert len(runs) == 17 and {*OF_TRL.values()} <= {*RUNS, *REFUSED}
+    assert len(runs) == 18 and {*OF_TRL.values()} <= {*RUNS, *REFUSED}
     assert {*WITH_IMAGES.values()} <= {*REFUSED}
 
 

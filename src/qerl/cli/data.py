@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = f"""{__doc__}
 
-ROWS is what --task of `qerl train` or --data of `qerl sft` takes: a .jsonl, .json, .parquet or .csv file, or
-a hub id. The fields after --json are those of `qerl train --task...`, which make prompts of rows."""
+ROWS is what --task of `qerl train` or --data of `qerl sft` and `qerl dpo` takes: a .jsonl, .json, .parquet or
+.csv file, or a hub id. The fields after --json are those of `qerl train --task...`, which make prompts of
+rows."""
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 _MAX_LISTED = 5
 
@@ -31,9 +32,9 @@ class DataOptions:
     model: str = "smollm2-135m-instruct"
     """The model whose tokenizer and chat template are used."""
 
-    kind: Literal["auto", "prompt", "sft"] = "auto"
-    """prompt: rows of `qerl train`. sft: rows of `qerl sft`. auto: sft if the rows have messages, a
-    completion or a text."""
+    kind: Literal["auto", "prompt", "sft", "dpo"] = "auto"
+    """prompt: rows of `qerl train`. sft: rows of `qerl sft`. dpo: rows of `qerl dpo`. auto: dpo if the rows
+    have chosen and rejected or a label, sft if they have messages, a completion or a text."""
 
     num: int = 3
     """Number of rows to show."""
@@ -117,7 +118,7 @@ def _table(table: "TableView", max_tokens: int, tokenizer: "PreTrainedTokenizerB
     return {
         "name": table.name,
         "rows": table.num_rows,
-        "usable": len(table.rows),
+        "usable": len({row.place for row in table.rows}),
         "tokens": {"least": min(lengths), "median": median(lengths), "most": max(lengths)} if lengths else {},
         "learned_tokens": sum(sum(row.learned_T) for row in table.rows),
         "bad": table.bad,
@@ -129,13 +130,15 @@ def _table(table: "TableView", max_tokens: int, tokenizer: "PreTrainedTokenizerB
 
 def _shown(row: "RowView", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     parts = [{"text": text, "learned": is_learned} for text, is_learned in row.parts(tokenizer)]
-    return {"place": row.place, "tokens": len(row.tokens_T), "parts": parts}
+    return {"place": row.name, "tokens": len(row.tokens_T), "parts": parts}
 
 
 def _lines(options: DataOptions, report: dict[str, Any], is_terminal: bool) -> list[str]:
     marks = (_GREEN, _PLAIN) if is_terminal else ("[[", "]]")
     legend = "green" if is_terminal else "in [[ ]]"
-    lines = [f"{report['kind']} rows" + (f"; what is learned is {legend}" if report["kind"] == "sft" else "")]
+    lines = [
+        f"{report['kind']} rows" + (f"; what is learned is {legend}" if report["kind"] != "prompt" else "")
+    ]
     for row in report["shown"]:
         text = "".join(_marked(part, marks) for part in row["parts"])
         lines += ["", f"--- {row['place']}, {quantity(row['tokens'], 'token')}", text]

@@ -37,6 +37,7 @@ COMMANDS = (
     *(
         "train",
         "sft",
+        "dpo",
         "distil",
         "check",
         "data",

@@ -15,6 +15,9 @@ _LABELS = {
     "reward": "reward",
     "greedy_reward": "reward, greedy",
     "eval_nll": "loss",
+    "eval_loss": "loss",
+    "eval_rewards/accuracies": "accuracy of pairs",
+    "eval_rewards/margins": "margin",
 }
 _SAME = {"reward": "accuracy", "greedy_reward": "greedy"}
 

@@ -158,7 +158,7 @@ def check_early(config: RunConfig) -> None:
 
     is_rewarded, agent = config.agent.function is None, config.agent.function
     if config.sft.data:
-        check_sft_files(config.sft)
+        check_sft_files(config.sft, config.dpo)
     else:
         check_task_files(config.task, is_rewarded=is_rewarded)
     if agent is not None and not is_environment_name(agent):

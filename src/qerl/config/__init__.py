@@ -7,6 +7,7 @@ overrides its fields. Values such as `loss_type="dapo"` are looked up once, wher
 from qerl.config.agent import AgentConfig
 from qerl.config.algo import AlgoConfig, DeepConfig, MaspoConfig, SapoConfig
 from qerl.config.distil import DistilConfig
+from qerl.config.dpo import DpoConfig
 from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.judge import JudgeConfig, RewardModelConfig
 from qerl.config.learn import LearnConfig

@@ -79,6 +79,14 @@ CONFLICTS: dict[str, dict[str, str]] = {
     "adapter.kind full": {
         "algo.beta": "algo.beta needs a frozen reference policy; adapter.kind full has none: set it to 0",
     },
+    "dpo.loss_type": {
+        "no sft.data": "{setting} needs sft.data: use `qerl dpo`",
+        "adapter.kind not lora": "{setting} needs adapter.kind lora: the reference is the policy without"
+        " adapter",
+        "adapter.dropout": "{setting} needs adapter.dropout 0, got {adapter.dropout}",
+        "sft.packing": "{setting} does not work with packing: a batch counts rows, and nothing is padded",
+        "no sft.assistant_only_loss": "{setting} learns completions only: leave assistant_only_loss on",
+    },
     "model.sampler_format not None": {
         "adapter.kind not lora or engine.exact": "{setting} needs adapter.kind lora and engine.exact off",
     },

@@ -20,12 +20,16 @@ _REWARDS = "no agent.function"
 _SPLITS = "task.source hub or task.source gsm8k"
 _HAS_RATIO = "algo.loss_type not sapo and algo.loss_type not maspo and algo.loss_type not nll"
 _CAPPED = "algo.importance not none and algo.importance not ratio"
+_SMOOTHED = " or ".join(f"dpo.loss_type has {name}" for name in ("robust", "exo_pair", "aot", "aot_unpaired"))
 _TRACKED = "loggers has wandb or loggers has mlflow or loggers has trackio"
 NEEDS: dict[str, str] = {
     "run_name": _TRACKED,
     "rank_timeout_s": "facts.has_ranks",
     "adapter.rank": _LORA,
     "adapter.alpha": _LORA,
+    "adapter.use_rslora": _LORA,
+    "adapter.rank_pattern": _LORA,
+    "adapter.alpha_pattern": _LORA,
     "adapter.dropout": _LORA,
     "adapter.expert_rank": "adapter.experts not none",
     "task.env_options": "task.source environment",
@@ -88,6 +92,12 @@ NEEDS: dict[str, str] = {
     "sft": "sft.data",
     "sft.eval_fraction": "no sft.eval_data",
     "sft.split": "no sft.is_file",
+    "dpo": "dpo.loss_type",
+    "dpo.f_alpha_divergence_coef": "dpo.f_divergence_type alpha_divergence",
+    "dpo.label_smoothing": _SMOOTHED,
+    "dpo.discopop_tau": "dpo.loss_type has discopop",
+    "dpo.desirable_weight": "no dpo.is_paired",
+    "dpo.undesirable_weight": "no dpo.is_paired",
 }
 """By field or section: the condition under which it acts."""
 FACTS = {

@@ -1,11 +1,15 @@
 """The model and its adapter."""
 
 import dataclasses
+import math
+import re
 from typing import Literal
 
 from qerl.config.check import check_positive
 from qerl.config.conflicts import check_conflicts
-from qerl.errors import require
+from qerl.errors import UserError, require
+
+_NAME = re.compile(r"\w+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +73,16 @@ class AdapterConfig:
     alpha: float = 32.0
     """LoRA scaling: the adapter's output is multiplied by alpha / rank."""
 
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
+
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    """Other ranks, as q_proj 8 'layers\\.0\\..*' 16: of the linears whose full name, such as
+    model.layers.0.self_attn.q_proj, ends in a match of the regular expression. The first match counts."""
+
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    """Other values of alpha, in the same way."""
+
     dropout: float = 0.0
     """Share of the adapter's inputs that are dropped while learning, never while sampling."""
 
@@ -81,7 +95,8 @@ class AdapterConfig:
         "up_proj",
         "down_proj",
     )
-    """The linears with an adapter, by the last part of their name."""
+    """The linears with an adapter, by their name or the last parts of their full name; or one regular
+    expression of whole full names, as '.*\\.layers\\.[0-3]\\..*_proj'; or all-linear."""
 
     layers_to_transform: tuple[int, ...] | None = None
     """The layers whose linears have an adapter, the first is 0. None: all layers. Adapters of experts are in
@@ -106,6 +121,35 @@ class AdapterConfig:
         check_conflicts(self, "adapter")
         has_any = len(self.target_modules) > 0
         require(has_any, "adapter.target_modules must name at least one linear, got none")
+        for field in ("target_modules", "rank_pattern", "alpha_pattern"):
+            self._check_patterns(field)
         layers = self.layers_to_transform
         is_valid = layers is None or (len(layers) > 0 and min(layers) >= 0)
         require(is_valid, f"adapter.layers_to_transform must have numbers of layers from 0 on, got {layers}")
+
+    def _check_patterns(self, field: str) -> None:
+        """Raise UserError for a regular expression that is none, or a number that is not positive."""
+        for entry in getattr(self, field):
+            pattern, number = (entry, 1) if isinstance(entry, str) else entry
+            require(number > 0, f"adapter.{field} must have positive numbers, got {number} for {pattern}")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                what = f"{pattern!r} is not a regular expression: {error}"
+                raise UserError(f"adapter.{field}: {what}") from error
+
+    @property
+    def selects_names(self) -> bool:
+        """True if the last part of a linear's name does not say whether it has an adapter, and which."""
+        is_plain = all(_NAME.fullmatch(entry) for entry in self.target_modules)
+        return bool(self.rank_pattern or self.alpha_pattern) or not is_plain
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that a linear may have."""
+        return max(self.rank, *(rank for _, rank in self.rank_pattern), 0)
+
+    def scaling(self, rank: int, alpha: float | None = None) -> float:
+        """Return the factor of an adapter of this rank; alpha: that of adapter.alpha if None."""
+        value = self.alpha if alpha is None else alpha
+        return value / (math.sqrt(rank) if self.use_rslora else rank)

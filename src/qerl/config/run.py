@@ -11,6 +11,7 @@ from qerl.config.bounds import MAX_SAMPLES
 from qerl.config.check import check_not_negative, check_numbers, check_positive
 from qerl.config.conflicts import check_conflicts
 from qerl.config.distil import DistilConfig
+from qerl.config.dpo import DpoConfig
 from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
@@ -142,7 +143,9 @@ class RunConfig:
     ray: RayConfig = RayConfig()
     distil: DistilConfig = DistilConfig()
     sft: Annotated[SftConfig, tyro.conf.Suppress] = SftConfig()
-    """Set by `qerl sft`, whose options its fields are; empty in a run with rewards."""
+    """Set by `qerl sft` and `qerl dpo`, whose options its fields are; empty in a run with rewards."""
+    dpo: Annotated[DpoConfig, tyro.conf.Suppress] = DpoConfig()
+    """Set by `qerl dpo`."""
 
     def __post_init__(self):
         check_numbers(self)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the rows to imitate, and which of their tokens are learned."""
+"""Stored rows to learn from, to imitate or preferences, and which of their tokens are learned."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ from qerl.errors import require
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SftConfig:
-    """`qerl sft` sets it; a run with an empty `data` is not one of supervised fine-tuning."""
+    """`qerl sft` and `qerl dpo` set it; a run with an empty `data` learns from rewards."""
 
     data: str = ""
-    """Rows to imitate: a .jsonl, .json, .parquet or .csv file, or a hub id. A row is a chat (messages), a
-    prompt with its completion, or a text; see docs/sft.md."""
+    """Rows: a .jsonl, .json, .parquet or .csv file, or a hub id. A row of `qerl sft` is a chat (messages), a
+    prompt with its completion, or a text; of `qerl dpo` a prompt with chosen and rejected. docs/sft.md."""
 
     split: str = "train"
     """Split of a hub data set."""

@@ -45,9 +45,13 @@ class ModelForm:
         return self.format == "fp8-flow"
 
     def row_width(self, group: LinearGroupSpec) -> int:
-        """Return the elements of a row of the group's input with the columns that its adapters add to it."""
-        num_adapters = sum(x.short_name in self.adapter.target_modules for x in group.linears)
-        rank = self.adapter.rank * num_adapters * (self.adapter.kind == "lora")
+        """Return the elements of a row of the group's input with the columns that its adapters add to it, at
+        most where linears are selected by name."""
+        adapter = self.adapter
+        num_adapters = sum(
+            adapter.selects_names or x.short_name in adapter.target_modules for x in group.linears
+        )
+        rank = adapter.max_rank * num_adapters * (adapter.kind == "lora")
         return math.ceil((group.in_width + rank) / _ROW_MULTIPLE) * _ROW_MULTIPLE if rank else group.in_width
 
     def is_chunked(self, a: Architecture, rows: int) -> bool:

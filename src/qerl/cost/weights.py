@@ -27,6 +27,7 @@ from qerl.models.layer_spec import (
     layer_specs,
 )
 from qerl.models.lm_head import packed_width
+from qerl.models.peft.peft_selection import adapter_of, linear_names
 
 PASSES = {"none": 2, "layer": 3, "offload": 3}
 """Number of times that an update multiplies by a weight, by learn.gradient_checkpointing: forwards, for the
@@ -119,6 +120,8 @@ def embedding_bytes(
 
 def num_trained_weights(a: Architecture, adapter: AdapterConfig) -> int:
     """Return the number of weights that learn: the adapters', or the target linears' own."""
+    if adapter.selects_names:
+        return _num_named_weights(a, adapter) + num_expert_adapter_weights(a, adapter)
     targets, layers = adapter_targets(a, adapter), adapter.layers_to_transform
     specs = counted_specs(a)
     if layers is not None:
@@ -128,6 +131,18 @@ def num_trained_weights(a: Architecture, adapter: AdapterConfig) -> int:
         return sum(n * x.num_weights for x, n in linears)
     of_experts = num_expert_adapter_weights(a, adapter)
     return adapter.rank * sum(n * (x.out_width + x.in_width) for x, n in linears) + of_experts
+
+
+def _num_named_weights(a: Architecture, adapter: AdapterConfig) -> int:
+    """Return the same where linears are selected by their full names."""
+    total = 0
+    for layer, spec in enumerate(layer_specs(a)):
+        for x in spec.linears:
+            numbers = adapter_of(adapter, linear_names(a, f"layers.{layer}.{x.name}"))
+            if numbers is not None:
+                full, low = x.num_weights, numbers.rank * (x.out_width + x.in_width)
+                total += full if adapter.kind == "full" else low
+    return total
 
 
 def num_expert_adapter_weights(a: Architecture, adapter: AdapterConfig) -> int:

@@ -34,9 +34,9 @@ from qerl.learner.host_copy import HostCopy
 from qerl.learner.learner import Learner
 from qerl.models.checkpoint.safetensors_parts import safetensors_parts
 from qerl.models.checkpoint.source import base_name
-from qerl.models.peft.adapter import targets_of
+from qerl.models.peft.adapter import adapted_linears, targets_of
 from qerl.models.peft.peft_experts import expert_parameters
-from qerl.models.peft.peft_names import peft_targets, peft_tensors
+from qerl.models.peft.peft_names import peft_linears, peft_targets, peft_tensors
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.policy_model import PolicyModel
 from qerl.tracking.atomic_file import make_folder, sync_path, write_synced
@@ -221,7 +221,7 @@ def adapter_description(adapter: AdapterConfig, base: ModelConfig, model: Policy
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name(base.path),
-        **peft_targets(model.architecture, targets_of(model, adapter), adapter),
+        **_linear_targets(adapter, model),
         **_expert_targets(adapter, model),
         "lora_dropout": adapter.dropout,
         "bias": "none",
@@ -230,15 +230,20 @@ def adapter_description(adapter: AdapterConfig, base: ModelConfig, model: Policy
         "init_lora_weights": True,
         "modules_to_save": None,
         "use_dora": False,
-        "use_rslora": False,
+        "use_rslora": adapter.use_rslora,
     }
+
+
+def _linear_targets(adapter: AdapterConfig, model: PolicyModel) -> dict[str, Any]:
+    if adapter.selects_names:
+        return peft_linears(model.architecture, adapter, adapted_linears(model, adapter))
+    return peft_targets(model.architecture, targets_of(model, adapter), adapter)
 
 
 def _expert_targets(adapter: AdapterConfig, model: PolicyModel) -> dict[str, Any]:
     if adapter.experts == "none":
         return {}
-    parameters, targets = expert_parameters(model.architecture), targets_of(model, adapter)
-    linears = peft_targets(model.architecture, targets, adapter)
+    parameters, linears = expert_parameters(model.architecture), _linear_targets(adapter, model)
     ranks = dict.fromkeys(parameters, adapter.expert_rank)
     return {"target_parameters": parameters, "rank_pattern": linears.get("rank_pattern", {}) | ranks}
 

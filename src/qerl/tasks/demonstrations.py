@@ -79,8 +79,26 @@ class Demonstration:
     messages: list[Message] | None
     """The conversation before the first learned turn; None without messages."""
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens_T)
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal tokens."""
+        return self.tokens_T.tobytes()
+
+    @property
+    def prompt_T(self) -> array:
+        """The tokens before the first learned one."""
+        return self.tokens_T[: self.learned_T.index(1)]
+
     def group(self, index: int) -> Group:
-        """Return it as a sample with advantage 1: the learner's form. Tokens that are not learned are an
+        """Return it as the only sample of its prompt: the learner's form."""
+        return Group(prompt=self.prompt(index), samples_G=[self.sample()])
+
+    def sample(self) -> Sample:
+        """Return what follows the prompt as a sample with advantage 1. Tokens that are not learned are an
         environment's, and those after the last learned one are left out."""
         first, last = self.learned_T.index(1), self.learned_T.rindex(1)
         tokens_T, learned_T = self.tokens_T[first : last + 1].tolist(), self.learned_T[first : last + 1]
@@ -89,7 +107,7 @@ class Demonstration:
             length = len(list(run))
             spans += [] if is_learned else [range(start, start + length)]
             start += length
-        sample = Sample(
+        return Sample(
             tokens_T=tokens_T,
             logprobs_T=[0.0] * sum(learned_T),
             text=self.answer,
@@ -100,14 +118,13 @@ class Demonstration:
             environment_spans=tuple(spans),
             is_demonstration=True,
         )
-        return Group(prompt=self.prompt(index), samples_G=[sample])
 
     def prompt(self, index: int) -> Prompt:
         """Return what comes before the first learned token, for the sampler."""
         return Prompt(
             index=index,
             text=self.prompt_text,
-            tokens_T=self.tokens_T[: self.learned_T.index(1)].tolist(),
+            tokens_T=self.prompt_T.tolist(),
             messages=self.messages,
             columns={"answer": self.answer},
         )
@@ -159,7 +176,7 @@ class Demonstrator:
         form, columns = named_form
         made = [self._tokenized(*each) for each in FORMS[form](self, row, columns)]
         used = {*columns, *_further_columns(form, row)}
-        self._unused.update(name for name, value in row.items() if name not in used and value not in _EMPTY)
+        self._unused.update(name for name, value in row.items() if name not in used and value not in EMPTY)
         learned = [each for each in made if any(each.learned_T)]
         if not learned:
             limit = self._config.max_length
@@ -344,7 +361,7 @@ FORMS: dict[str, Callable[[Demonstrator, Row, Sequence[str]], list[Rendered]]] =
     "exchange": Demonstrator.exchange,
 }
 """By the name that `form_of` gives."""
-_EMPTY = (None, "", [], {})
+EMPTY = (None, "", [], {})
 
 
 def _columns_by_form(text_column: str) -> list[tuple[str, tuple[str, ...]]]:

@@ -8,16 +8,15 @@ import ast
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from qerl.config import SftConfig, TaskConfig
+from qerl.config import DpoConfig, SftConfig, TaskConfig
 from qerl.errors import UserError, did_you_mean, require
-from qerl.tasks.demonstrations import check_columns
 from qerl.tasks.graders import NEED_ANSWER
 from qerl.tasks.known_rows import open_prompt_rows
 from qerl.tasks.prompt import prompt_columns, prompt_kind
 from qerl.tasks.reward import REWARDS
 from qerl.tasks.rows import RowTable, check_file, open_rows
 from qerl.tasks.scoring import RESERVED, check_reward_columns
-from qerl.tasks.sft_rows import tables_of
+from qerl.tasks.sft_rows import form_of_rows, tables_of
 
 _MAX_BYTES = 50_000_000  # larger files are opened once, later
 _BINDERS = frozenset({"globals", "exec", "setattr", "vars"})
@@ -39,14 +38,14 @@ def check_task_files(config: TaskConfig, *, is_rewarded: bool = True) -> None:
             _check_columns(config, rewards, functions, table)
 
 
-def check_sft_files(config: SftConfig) -> None:
-    """Raise UserError for a missing file of rows, or one that has no columns to imitate."""
+def check_sft_files(config: SftConfig, dpo: DpoConfig) -> None:
+    """Raise UserError for a missing file of rows, or one without the columns to learn from."""
     check_file("data", config.data)
     check_file("eval_data", config.eval_data)
     if config.is_file and _is_small(config.data, config.eval_data):
         for table in open_rows(tables_of(config)):
             if table is not None:
-                check_columns(table.name, table.columns, config.text_column)
+                form_of_rows(dpo).check(table, config)
 
 
 def check_agent_file(name: str) -> None:

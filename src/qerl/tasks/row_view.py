@@ -2,6 +2,7 @@
 
 prompts           rows of `qerl train`: template, chat template, tokens
 demonstrations    rows of `qerl sft`: the same, and which tokens are learned
+preferences       rows of `qerl dpo`: the same of each completion
 
 duplicates        rows with the same text, but for white space that separates no two words
 too long          more tokens than a limit
@@ -9,6 +10,7 @@ leaks             training rows whose prompt is that of a held-out row, but for 
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -22,10 +24,16 @@ from qerl.config import SftConfig, TaskConfig
 from qerl.tasks.chat_tokens import allow_special_tokens
 from qerl.tasks.demonstrations import Demonstrator, form_of
 from qerl.tasks.known_rows import with_known_columns
+from qerl.tasks.preferences import (
+    PreferenceReader,
+    check_preference_columns,
+    has_pairs,
+    has_preferences,
+)
 from qerl.tasks.prompt import Renderer, set_template_date, set_template_variables
 from qerl.tasks.rows import RowTable, open_rows
 
-Kind = Literal["prompt", "sft"]
+Kind = Literal["prompt", "sft", "dpo"]
 _EMPTY = "its prompt is empty, which only an environment may add to"
 
 
@@ -40,6 +48,13 @@ class RowView:
     """1 for each token that is learned; empty for a prompt."""
     prompt: str
     """Text before the first learned token."""
+    part: str = ""
+    """Name of the completion in `qerl dpo`: chosen or rejected."""
+
+    @property
+    def name(self) -> str:
+        """Return its place, with its part of the row."""
+        return f"{self.place}, {self.part}" if self.part else self.place
 
     def parts(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
         """Yield the text of each run of tokens, and whether it is learned."""
@@ -67,28 +82,33 @@ class TableView:
         for row in self.rows:
             parts = list(row.parts(tokenizer))
             learned = "".join(text for text, is_learned in parts if is_learned)
-            places_by_text[_words("".join(text for text, _ in parts)), _words(learned)].append(row.place)
+            places_by_text[_words("".join(text for text, _ in parts)), _words(learned)].append(row.name)
         return [places for places in places_by_text.values() if len(places) > 1]
 
     def too_long(self, max_tokens: int) -> list[str]:
-        return [row.place for row in self.rows if len(row.tokens_T) > max_tokens]
+        return [row.name for row in self.rows if len(row.tokens_T) > max_tokens]
 
 
 def view_rows(
     task: TaskConfig, sft: SftConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], kind: str
 ) -> tuple[Kind, TableView, TableView | None]:
     """Read the rows of task.name and the held-out ones: those of held_out_split, or, of prompts, the last
-    task.num_held_out of them. kind: prompt, sft, or auto: as the first rows look."""
+    task.num_held_out of them. kind: prompt, sft, dpo, or auto: as the columns and first rows look."""
     rows, held_out = open_rows(task)
     set_template_variables(tokenizer, json.loads(task.chat_template_kwargs))
     allow_special_tokens(tokenizer, task.allow_special_tokens)
     set_template_date(tokenizer, task.chat_template_date)
     tables = [rows] if held_out is None else [rows, held_out]
     prompt_tables = [with_known_columns(table, task)[0] for table in tables]
-    made: Kind = (
-        _kind(prompt_tables[0], task, sft) if kind == "auto" else "sft" if kind == "sft" else "prompt"
-    )
-    if made == "sft":
+    known: dict[str, Kind] = {"prompt": "prompt", "sft": "sft", "dpo": "dpo"}
+    made = known[kind] if kind in known else _kind(prompt_tables[0], task, sft)
+    if made == "dpo":
+        is_paired = has_pairs(rows.columns)
+        for table in tables:
+            check_preference_columns(table.name, table.columns, is_paired=is_paired)
+        reader = functools.partial(PreferenceReader, tokenizer, sft, stop_ids, is_paired=is_paired)
+        views = [_preferences(table, reader()) for table in tables]
+    elif made == "sft":
         views = [_demonstrations(table, Demonstrator(tokenizer, sft, stop_ids)) for table in tables]
     else:
         views = [_prompts(table, Renderer(task, table, tokenizer)) for table in prompt_tables]
@@ -106,7 +126,7 @@ def leaks(train: TableView, held_out: TableView) -> list[tuple[str, str]]:
     """Return (place of a training row, place of the held-out row with its prompt)."""
     known = {_words(row.prompt.casefold()): row.place for row in held_out.rows}
     pairs = ((row.place, known.get(_words(row.prompt.casefold()))) for row in train.rows)
-    return [(place, other) for place, other in pairs if other is not None]
+    return list(dict.fromkeys((place, other) for place, other in pairs if other is not None))
 
 
 def _words(text: str) -> str:
@@ -116,6 +136,8 @@ def _words(text: str) -> str:
 
 
 def _kind(rows: RowTable, task: TaskConfig, sft: SftConfig) -> Kind:
+    if has_preferences(rows.columns):
+        return "dpo"
     has_prompt = rows.prompt_column in rows.columns
     for index in range(min(rows.num_rows, 100)):
         if index not in rows.faults and (form := form_of(rows.get(index), sft.text_column)) is not None:
@@ -153,4 +175,25 @@ def _demonstrations(table: RowTable, demonstrator: Demonstrator) -> TableView:
             tokens_T, prompt = tuple(each.tokens_T), each.prompt_text
             made.append(RowView(place=place, tokens_T=tokens_T, learned_T=each.learned_T, prompt=prompt))
     unused = [*demonstrator.unused_columns, *demonstrator.left_out]
+    return TableView(name=table.name, num_rows=table.num_rows, rows=made, bad=bad, unused=unused)
+
+
+def _preferences(table: RowTable, reader: PreferenceReader) -> TableView:
+    made, bad = [], []
+    for place, preferences, fault in reader.read(table):
+        bad += [] if fault is None else [f"{place}: {fault}"]
+        completions = (
+            pair for each in preferences for pair in zip(each.completions, each.is_chosen, strict=True)
+        )
+        for each, is_chosen in completions:
+            made.append(
+                RowView(
+                    place=place,
+                    tokens_T=tuple(each.tokens_T),
+                    learned_T=each.learned_T,
+                    prompt=each.prompt_text,
+                    part="chosen" if is_chosen else "rejected",
+                )
+            )
+    unused = [*reader.unused_columns, *reader.left_out]
     return TableView(name=table.name, num_rows=table.num_rows, rows=made, bad=bad, unused=unused)

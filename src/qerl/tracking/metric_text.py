@@ -14,6 +14,11 @@ TIMING_KEYS = frozenset(
 _HEADLINES = (
     ("nll", "loss", "{:.4f}"),
     ("eval_nll", "held-out loss", "{:.4f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("eval_loss", "held-out loss", "{:.4f}"),
+    ("rewards/accuracies", "accuracy", "{:.2f}"),
+    ("eval_rewards/accuracies", "held-out", "{:.2f}"),
+    ("rewards/margins", "margin", "{:.3f}"),
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "accuracy", "{:.2f}"),
     ("eval_accuracy", "held-out", "{:.2f}"),
@@ -43,6 +48,7 @@ def headline_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     for key, label, template in _HEADLINES:
         is_repeated = key in _REPEATS and metrics.get(key) == metrics.get(_REPEATS[key])
         is_off = key == "sigma" and not metrics.get(key)
+        is_off |= key == "loss" and "logps/chosen" not in metrics and "logps/rejected" not in metrics
         if key in metrics and not is_repeated and not is_off:
             yield label, template.format(metrics[key])
 

@@ -205,7 +205,7 @@ class Preflight:
             a,
             self._chosen_kernels,
             COMPUTE[model.dtype],
-            ranks={config.adapter.rank},
+            ranks={config.adapter.rank, *(rank for _, rank in config.adapter.rank_pattern)},
             page_tokens=config.engine.block_size,
         )
         if (finding := self._kernels(obstacle)) != self._of_device:

@@ -29,6 +29,7 @@ from qerl.models.decoder import Decoder
 from qerl.models.device import resolve_device
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import RewardPool
+from qerl.tasks.demonstrations import Demonstration
 from qerl.tasks.reward import format_failures, with_absolute_path
 from qerl.tasks.rows import file_sources
 from qerl.tasks.sft_rows import SftRows
@@ -191,7 +192,9 @@ class ReinforcementLearning(Training):
             has_ranks=self._ranks.count > 1,
         )
 
-    def _make_rollouts(self, tokenizer: PreTrainedTokenizerBase, rows: SftRows | None) -> Rollouts:
+    def _make_rollouts(
+        self, tokenizer: PreTrainedTokenizerBase, rows: SftRows[Demonstration] | None
+    ) -> Rollouts:
         config, prompts = self.config, self._task.train_prompts
         if config.algo.branching == "deep":
             assert isinstance(self.sampler, BranchingEngine)  # check_supported

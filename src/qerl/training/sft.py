@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: the learner of `qerl train` on demonstrations instead of samples.
+"""Training on stored rows: the learner of `qerl train` on demonstrations instead of samples (dpo.py: on
+preferences).
 
 A demonstration is a group of one sample with advantage 1, and the loss `nll` then is the cross entropy of its
 learned tokens, averaged over the tokens of the step. Adapter, packing, optimizer, checkpoints, ranks and the
@@ -14,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic
 
 from transformers import PreTrainedTokenizerBase
 
@@ -31,9 +32,10 @@ from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.device import resolve_device
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.models.transformers_backend.backend import max_positions_of
+from qerl.tasks.demonstrations import Demonstration
 from qerl.tasks.prompt import set_template_date
 from qerl.tasks.rows import check_file, file_sources
-from qerl.tasks.sft_rows import SftRows
+from qerl.tasks.sft_rows import Item, SftRows, form_of_rows
 from qerl.tracking import NullJournal, StepLog
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.observer import NullObserver, Observer
@@ -57,11 +59,14 @@ def fine_tune(
     *,
     max_steps: int | None = None,
     observer: Observer | None = None,
-    rows: SftRows | None = None,
+    rows: SftRows[Any] | None = None,
+    kind: "type[StoredTraining[Any]] | None" = None,
 ) -> dict[str, Any]:
-    """Imitate config.sft.data; config.num_prompts rows are a step, and num_steps follows from the epochs, or
-    is max_steps. Return the losses before and after, and the run's folder. The observer follows the steps of
-    a run that is not complete yet; rows: those of `read_rows`, if they are read already."""
+    """Learn from config.sft.data; config.num_prompts rows are a step, and num_steps follows from the epochs,
+    or is max_steps. Return the losses before and after, and the run's folder. The observer follows the steps
+    of a run that is not complete yet; rows: those of `read_rows`, if they are read already. kind: what is
+    learned from the rows; None: they are imitated."""
+    kind = kind or FineTuning
     refuse_calibration(config.model)
     config = dataclasses.replace(config, model=resolve_device(config.model))
     with join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks:
@@ -77,11 +82,11 @@ def fine_tune(
             files = config.sft.data, config.sft.eval_data
             opened.journal.start(config, file_sources(*files) if ranks.is_first else {})
             opened.journal.check_sources(rows.sources, ("data set ",))
-            return opened.complete(config, partial(FineTuning, config, opened, tokenizer, rows, notices))
+            return opened.complete(config, partial(kind, config, opened, tokenizer, rows, notices))
 
 
-def read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
-    """Read the rows to imitate and those to evaluate, as tokens of the model."""
+def read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows[Any]:
+    """Read the rows to learn from and those to evaluate, as tokens of the model."""
     check_backend(config)
     set_template_date(tokenizer, with_start_day(config, Path(config.out)).task.chat_template_date)
     check_file("data", config.sft.data)
@@ -90,12 +95,13 @@ def read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
         _within_positions(config.sft, config.model),
         tokenizer,
         stop_token_ids(tokenizer, locate(config.model.path)),
+        form_of_rows(config.dpo),
         max_evaluated=config.evaluate.num_prompts,
         seed=config.seed,
     )
 
 
-def _evaluation_notices(rows: SftRows, num_prompts: int) -> list[str]:
+def _evaluation_notices(rows: SftRows[Any], num_prompts: int) -> list[str]:
     """Return a line if the evaluation has fewer rows than are asked for, or than there are."""
     name, num = "evaluate.num_prompts", len(rows.evaluated)
     if num < rows.num_held_out:
@@ -111,35 +117,38 @@ def _within_positions(config: SftConfig, model: ModelConfig) -> SftConfig:
     return dataclasses.replace(config, max_length=max_length)
 
 
-def held_out_loss(config: RunConfig, data: str) -> tuple[float, int]:
-    """Return the mean loss of the rows in a file, in nats per token, and their number, with the newest
-    checkpoint of the run in config.out or, without one, the model before training."""
+def held_out_figures(
+    config: RunConfig, data: str, kind: "type[StoredTraining[Any]] | None" = None
+) -> tuple[dict[str, float], int]:
+    """Return the figures of the rows in a file and their number, with the newest checkpoint of the run in
+    config.out or, without one, the model before training. kind: as in `fine_tune`."""
     config = dataclasses.replace(config, model=resolve_device(config.model))
     with join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks:
         tokenizer, journal = load_tokenizer(config.model.path), NullJournal()
         sft = dataclasses.replace(_within_positions(config.sft, config.model), data=data, eval_data=None)
         set_template_date(tokenizer, with_start_day(config, Path(config.out)).task.chat_template_date)
         stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
-        rows = SftRows.read_evaluated(sft, tokenizer, stop_ids)
+        rows = SftRows.read_evaluated(sft, tokenizer, stop_ids, form_of_rows(config.dpo))
         opened = OpenRun(Path(config.out), ranks, journal, StopSignal(journal.notice), NullObserver())
-        training = FineTuning(config, opened, tokenizer, rows)
+        training = (kind or FineTuning)(config, opened, tokenizer, rows)
         Session(opened, training).load()
-        return training.mean_loss(), len(rows.evaluated)
+        return training.held_out(), len(rows.evaluated)
 
 
-class FineTuning(Training):
-    """The steps over the rows to imitate, which follow from their number, and the evaluation rows' loss."""
+class StoredTraining(Training, Generic[Item]):
+    """The steps over stored rows, which follow from their number, and the evaluation rows' figures. A
+    subclass says what a step learns from a batch, and what the figures are."""
 
     def __init__(
         self,
         config: RunConfig,
         opened: OpenRun,
         tokenizer: PreTrainedTokenizerBase,
-        rows: SftRows,
+        rows: SftRows[Item],
         notices: Sequence[str] = (),
     ):
         self.config, self._rows = config, rows
-        self._ranks, self._journal = opened.ranks, opened.journal
+        self._folder, self._ranks, self._journal = opened.folder, opened.ranks, opened.journal
         with self._journal.work(f"loading {config.model.path} in {config.model.format}") as report:
             self.decoder, self.engine = load_sampler(config, tokenizer, report)
         arch = self.decoder.architecture
@@ -178,15 +187,13 @@ class FineTuning(Training):
     def step(self, step: int, log: StepLog) -> None:
         config, size = self.config, self.config.num_prompts
         with log.span("learn"):
-            metrics = self.learner.step(self._rows.batch(step, size))
-        log.add(**{name: metrics[name] for name in _LOGGED if name in metrics})
-        if "loss" in metrics:  # a gradient that is not finite leaves none
-            log.add(nll=metrics["loss"])
+            metrics, figures = self.learn(step)
+        log.add(**{name: metrics[name] for name in _LOGGED if name in metrics}, **figures)
         log.add(epoch=(step + 1) / self._rows.steps_per_epoch(size))
         is_evaluated = bool(self._rows.evaluated) and evaluates_after(config.evaluate, step)
         if is_evaluated:
             with log.span("evaluate"):
-                log.add(eval_nll=self.mean_loss())
+                log.add(**{f"eval_{name}": value for name, value in self.held_out().items()})
         if is_evaluated or step + 1 == config.num_steps:
             self._sample(log)
         log.add(**self._ranks.take_traffic())
@@ -211,20 +218,56 @@ class FineTuning(Training):
             self._journal.notice(str(report))
             self._has_reported_compiling = True
 
-    def mean_loss(self) -> float:
+    def learn(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Learn from the step's batch. Return the learner's metrics, and the loss's own."""
+        raise NotImplementedError
+
+    def held_out(self) -> dict[str, float]:
+        """Return the figures of the evaluation rows."""
+        raise NotImplementedError
+
+    def described(self, figures: dict[str, float]) -> str:
+        """Return the figures as the console shows them, the loss first."""
+        raise NotImplementedError
+
+    def evaluate(self, moment: str) -> tuple[dict[str, float], str]:
+        rows = quantity(len(self._rows.evaluated), "row")
+        with self._journal.span("evaluate"), self._journal.work(f"evaluating {rows}"):
+            figures = self.held_out()
+        return figures, f"evaluation loss {moment} training: {self.described(figures)} ({rows})"
+
+    def result(self, evaluations: dict[str, Any]) -> dict[str, float]:
+        return {
+            f"eval_{name}_{moment}": value
+            for moment, figures in evaluations.items()
+            for name, value in figures.items()
+            if name in self.headlines
+        }
+
+    headlines: ClassVar[tuple[str, ...]]
+    """Figures that the run's result has."""
+
+
+class FineTuning(StoredTraining[Demonstration]):
+    """Imitation of the rows: the cross entropy."""
+
+    headlines = ("nll",)
+
+    def learn(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        metrics = self.learner.step(self._rows.batch(step, self.config.num_prompts))
+        # a gradient that is not finite leaves no loss
+        return metrics, {"nll": metrics["loss"]} if "loss" in metrics else {}
+
+    def held_out(self) -> dict[str, float]:
         """Return the mean negative log-likelihood of the evaluation rows' learned tokens."""
         readings = self.learner.read(self._rows.evaluation())
         tally = Tally.of([-reading.logprob_C for reading in readings]) if readings else None
         tallies = [tally for tally in self._ranks.gather(tally) if tally is not None]
-        return sum(tally.total for tally in tallies) / sum(tally.count for tally in tallies)
+        return {"nll": sum(tally.total for tally in tallies) / sum(tally.count for tally in tallies)}
+
+    def described(self, figures: dict[str, float]) -> str:
+        return f"{figures['nll']:.4f} nats per token"
 
     def evaluate(self, moment: str) -> tuple[dict[str, float], str]:
-        work = self._journal.work(f"evaluating {quantity(len(self._rows.evaluated), 'row')}")
-        with self._journal.span("evaluate"), work:
-            loss = self.mean_loss()
-        rows = quantity(len(self._rows.evaluated), "row")
-        text = f"evaluation loss {moment} training: {loss:.4f} nats per token ({rows})"
-        return {"nll": loss, "perplexity": math.exp(min(loss, 700.0))}, text
-
-    def result(self, evaluations: dict[str, Any]) -> dict[str, float]:
-        return {f"eval_nll_{moment}": figures["nll"] for moment, figures in evaluations.items()}
+        figures, text = super().evaluate(moment)
+        return figures | {"perplexity": math.exp(min(figures["nll"], 700.0))}, text

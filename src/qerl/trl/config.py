@@ -1,4 +1,4 @@
-"""GRPOConfig and SFTConfig: every field of TRL 1.16's, with its name, default and meaning.
+"""GRPOConfig, SFTConfig, DPOConfig and KTOConfig: every field of TRL 1.16's, with name, default and meaning.
 
 Plain dataclasses, which TrlParser and HfArgumentParser read and a script may assign to.
 """
@@ -8,8 +8,20 @@ import json
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.trl.ignored import GRPOIgnoredFields, IgnoredFields, SFTIgnoredFields
-from qerl.trl.refused import GRPORefusedFields, RefusedFields, SFTRefusedFields
+from qerl.trl.ignored import (
+    DPOIgnoredFields,
+    GRPOIgnoredFields,
+    IgnoredFields,
+    KTOIgnoredFields,
+    SFTIgnoredFields,
+)
+from qerl.trl.refused import (
+    DPORefusedFields,
+    GRPORefusedFields,
+    KTORefusedFields,
+    RefusedFields,
+    SFTRefusedFields,
+)
 
 _OBJECTS = (
     "model_init_kwargs",
@@ -24,7 +36,7 @@ _OBJECTS = (
 
 @dataclasses.dataclass
 class TrainFields(IgnoredFields, RefusedFields):
-    """The fields that GRPOConfig and SFTConfig share and that have an effect."""
+    """The fields that all configs share and that have an effect."""
 
     output_dir: str | None = None
     """The run's folder; None: trainer_output."""
@@ -164,6 +176,57 @@ class SFTConfig(TrainFields, SFTIgnoredFields, SFTRefusedFields):
     """A .jinja or .j2 file, or a folder or hub id whose tokenizer has the template."""
     eos_token: str | None = None
     """A token of the vocabulary; None: the tokenizer's own."""
+
+
+@dataclasses.dataclass
+class PreferenceFields(TrainFields):
+    """The fields that DPOConfig and KTOConfig share and that have an effect."""
+
+    _: dataclasses.KW_ONLY
+
+    beta: float = 0.1
+    max_length: int | None = 1024
+    """Tokens of a prompt and its completion; what is beyond is cut off. None: as many as the model has
+    positions."""
+    disable_dropout: bool = True
+    """True: no dropout of the adapter, whatever lora_dropout says. False with one is refused."""
+
+
+@dataclasses.dataclass
+class DPOConfig(PreferenceFields, DPOIgnoredFields, DPORefusedFields):
+    """The fields below, in PreferenceFields and in TrainFields have an effect. docs/trl.md says what the
+    others do: nothing, or an error."""
+
+    _: dataclasses.KW_ONLY
+
+    loss_type: list[str] = dataclasses.field(default_factory=lambda: ["sigmoid"])
+    """Names of TRL's losses, or one name; several are added."""
+    loss_weights: list[float] | None = None
+    label_smoothing: float = 0.0
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    discopop_tau: float = 0.05
+    train_sampling_strategy: str = "random"
+    """random or sequential."""
+
+    def __post_init__(self):
+        TrainFields.__post_init__(self)
+        self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+
+
+@dataclasses.dataclass
+class KTOConfig(PreferenceFields, KTOIgnoredFields, KTORefusedFields):
+    """The fields below, in PreferenceFields and in TrainFields have an effect. docs/trl.md says what the
+    others do: nothing, or an error."""
+
+    _: dataclasses.KW_ONLY
+
+    loss_type: str = "kto"
+    """kto or apo_zero_unpaired."""
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    train_sampling_strategy: str = "sequential"
+    """sequential, or random: one order for all epochs with kto."""
 
 
 def _parsed(name: str, text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fields of TRL 1.16's GRPOConfig and SFTConfig that change no result here. The trainers name in one line
+"""Fields of TRL 1.16's configs that change no result here. The trainers name in one line
 those that are not at their default."""
 
 import dataclasses
@@ -144,6 +144,25 @@ class SFTIgnoredFields(IgnoredFields):
     remove_unused_columns: bool | None = True
     shuffle_dataset: bool = False
     activation_offloading: bool = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class KTOIgnoredFields(IgnoredFields):
+    # Rows are packed without padding; the reference's logprobs are always computed once, before training.
+    dataset_num_proc: int | None = None
+    remove_unused_columns: bool | None = True
+    activation_offloading: bool = False
+    precompute_ref_log_probs: bool = False
+    precompute_ref_batch_size: int | None = None
+    # Settings of sync_ref_model, which is refused.
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
+
+
+@dataclasses.dataclass(kw_only=True)
+class DPOIgnoredFields(KTOIgnoredFields):
+    padding_free: bool = False
+    pad_token: str | None = None
 
 
 def ignored(args: IgnoredFields, kind: type[IgnoredFields]) -> list[str]:

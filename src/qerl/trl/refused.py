@@ -1,4 +1,4 @@
-"""Fields of TRL 1.16's GRPOConfig and SFTConfig that would change the result and are not implemented: any
+"""Fields of TRL 1.16's configs that would change the result and are not implemented: any
 value but the ones here is refused, with what to do."""
 
 import dataclasses
@@ -41,6 +41,20 @@ class SFTRefusedFields(RefusedFields):
     train_sampling_strategy: str = "random"
 
 
+@dataclasses.dataclass(kw_only=True)
+class KTORefusedFields(RefusedFields):
+    sync_ref_model: bool = False
+    label_smoothing_factor: float = 0.0
+    dataloader_drop_last: bool = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class DPORefusedFields(KTORefusedFields):
+    truncation_mode: str = "keep_start"
+    ld_alpha: float | None = None
+    use_weighting: bool = False
+
+
 _CLIPPED = "the loss is clipped by epsilon and epsilon_high; a KL penalty is beta"
 _ENTROPY = "raise temperature, or set noise in base=RunConfig(noise=...)"
 _ADVICE = {
@@ -63,8 +77,10 @@ _ADVICE = {
     "truncation_mode": "use keep_start",
     "packing_strategy": "use bfd; no row is split",
     "loss_type": "use nll",
-    "label_smoothing_factor": "set 0.0; the loss is the cross entropy",
+    "label_smoothing_factor": "set 0.0; the loss has no smoothed labels of tokens",
     "dataloader_drop_last": "remove it; the last update of an epoch has the rows that are left",
+    "ld_alpha": "remove it; all tokens of a completion count alike, or use loss_type sigmoid_norm",
+    "use_weighting": "remove it; every pair counts alike",
     "train_sampling_strategy": "use random; rows are drawn in a random order by seed",
 }
 _ALSO_ACCEPTED: dict[str, tuple[Any, ...]] = {

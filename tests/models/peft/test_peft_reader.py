@@ -59,6 +59,11 @@ SAME = {
     "a rank for all": {"rank_pattern": {"self_attn.q_proj": 2, "v_proj": 2}},
     "an alpha for all": {"alpha_pattern": {"q_proj": 3, "v_proj": 3}},
     "a pattern of others": {"rank_pattern": {"up_proj": 2}, "alpha_pattern": {"o_proj": 1}},
+    "ranks that differ": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+    "ranks that differ, rsLoRA": {"use_rslora": True, "rank_pattern": {"layers.1.self_attn.q_proj": 2}},
+    "other linears in each layer": {
+        "target_modules": ["layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"]
+    },
     "dropout": {"lora_dropout": 0.25},
     "another start": {"init_lora_weights": "gaussian"},
     "an orthogonal start": {"init_lora_weights": "orthogonal"},
@@ -87,7 +92,6 @@ CHANGED = {  # values of adapter_config.json with which the same tensors would c
     "layers_to_transform": [1],
     "layers_pattern": 3,
     "rank_pattern": {"q_proj": 3},
-    "alpha_pattern": {"v_proj": 3},
     "megatron_config": {"a": 1},
     "trainable_token_indices": [1],
     "loftq_config": {"loftq_bits": 4},
@@ -106,7 +110,7 @@ CHANGED = {  # values of adapter_config.json with which the same tensors would c
     "kasa_config": {"beta": 0.1},
     "ensure_weight_tying": True,
 }
-READ = {"lora_alpha": 5, "lora_dropout": 0.5, "use_rslora": True}
+READ = {"lora_alpha": 5, "lora_dropout": 0.5, "use_rslora": True, "alpha_pattern": {"v_proj": 3}}
 NO_EFFECT = {
     "auto_mapping": {"base_model_class": "A"},
     "peft_version": "0.1",

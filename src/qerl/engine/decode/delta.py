@@ -123,7 +123,7 @@ class _GateLinears:
         for index, linear in enumerate(self._linears):
             if linear.a_work is not None and linear.b_work is not None and linear.rank:
                 rank = linear.rank
-                self.a_RK[index * self._rank :][:rank].copy_(linear.a_work)
+                self.a_RK[index * self._rank :][:rank].copy_(linear.a_work * (linear.scaling / self.scaling))
                 self._b_NR[row : row + linear.out_width, :rank].copy_(linear.b_work)
             row += linear.out_width
 

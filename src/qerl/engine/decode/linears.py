@@ -106,9 +106,14 @@ class LinearGroup:
         return torch.cat(a_parts), b_NR
 
     def _working(self, linear: QuantLinear) -> tuple[Tensor, Tensor]:
-        """Return (a, b); of a linear without an adapter zeros in tiles, else nothing."""
+        """Return (a, b) for the scaling and, in tiles, the rank of the group, which are the largest; of a
+        linear without an adapter zeros in tiles, else nothing."""
         if linear.a_work is not None and linear.b_work is not None:
-            return linear.a_work, linear.b_work
+            a_RK, b_NR = linear.a_work, linear.b_work
+            if linear.scaling != self.scaling:  # exact where the ratio is a power of two
+                a_RK = a_RK * (linear.scaling / self.scaling)
+            missing = 0 if self.tiles is None else self.rank - len(a_RK)
+            return (F.pad(a_RK, (0, 0, 0, missing)), F.pad(b_NR, (0, missing))) if missing else (a_RK, b_NR)
         rank = 0 if self.tiles is None else self.rank
         zeros = torch.zeros(rank, linear.in_width, dtype=linear.compute, device=self._device)
         return zeros, zeros.new_zeros(linear.out_width, rank)

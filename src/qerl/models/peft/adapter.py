@@ -22,8 +22,8 @@ from qerl.models.layer_spec import adapter_targets
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear, MixtureMLP, copy_masters
 from qerl.models.peft.peft_experts import shared
-from qerl.models.peft.peft_names import PEFT_PREFIX, PREFIX, decoder_tensors
-from qerl.models.peft.peft_selection import layer_of
+from qerl.models.peft.peft_names import PEFT_PREFIX, PREFIX, decoder_tensors, peft_linears
+from qerl.models.peft.peft_selection import LinearAdapter, adapter_of, layer_of, linear_names
 from qerl.models.policy_model import PolicyModel
 
 _EXPERTS = 1  # keeps these seeds apart from the linears'
@@ -34,26 +34,29 @@ def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
     With config.kind full, make the linear's weight trainable instead."""
     _check_targets(decoder, config)
     _check_mixture(decoder, config)
-    for index, _, linear in _targeted(decoder, config):
+    for index, _, linear, (rank, alpha) in _targeted(decoder, config):
         if config.kind == "full":
             if not isinstance(linear.weight, BF16):
                 raise UserError("adapter.kind full needs unquantized weights: set --model.format bf16")
             linear.learn_weight()
         else:
-            a_RK = _new_a((config.rank, linear.in_width), mix(seed, index))
-            b_NR = torch.zeros(linear.out_width, config.rank)
-            linear.add_adapter(a_RK.to(decoder.device), b_NR.to(decoder.device), config.alpha / config.rank)
+            a_RK = _new_a((rank, linear.in_width), mix(seed, index))
+            b_NR = torch.zeros(linear.out_width, rank)
+            scaling = config.scaling(rank, alpha)
+            linear.add_adapter(a_RK.to(decoder.device), b_NR.to(decoder.device), scaling)
     if config.experts != "none":
         _add_expert_adapters(decoder, config, seed)
 
 
 def check_rank(decoder: PolicyModel, config: AdapterConfig) -> None:
     """Raise UserError if the rank exceeds that of every weight it would be added to."""
-    widths = [min(linear.in_width, linear.out_width) for _, _, linear in _targeted(decoder, config)]
-    limit = max(widths, default=config.rank)
-    if config.kind == "lora" and config.rank > limit:
-        reason = "the rank of the largest weight"
-        raise UserError(f"adapter.rank must be at most {limit}, {reason}, got {config.rank}")
+    widths = [min(linear.in_width, linear.out_width) for _, _, linear, _ in _targeted(decoder, config)]
+    limit, rank = max(widths, default=config.rank), config.max_rank
+    if config.kind == "lora" and rank > limit:
+        field = "rank" if rank == config.rank else "rank_pattern"
+        raise UserError(
+            f"adapter.{field} must be at most {limit}, the rank of the largest weight, got {rank}"
+        )
 
 
 def targets_of(decoder: PolicyModel, config: AdapterConfig) -> tuple[str, ...]:
@@ -66,18 +69,40 @@ def targets_of(decoder: PolicyModel, config: AdapterConfig) -> tuple[str, ...]:
     return names if is_default else config.target_modules
 
 
-def _targeted(decoder: PolicyModel, config: AdapterConfig) -> Iterator[tuple[int, str, QuantLinear]]:
-    """Yield each linear that gets an adapter with its index among all linears and its name."""
+def adapted_linears(decoder: PolicyModel, config: AdapterConfig) -> dict[str, LinearAdapter]:
+    """Return rank and alpha of each linear that gets an adapter, by its name in the decoder."""
+    return {name: numbers for _, name, _, numbers in _targeted(decoder, config)}
+
+
+def _targeted(
+    decoder: PolicyModel, config: AdapterConfig
+) -> Iterator[tuple[int, str, QuantLinear, LinearAdapter]]:
+    """Yield each linear that gets an adapter with its index among all linears, its name and its numbers."""
     targets, layers = targets_of(decoder, config), config.layers_to_transform
+    usual = LinearAdapter(config.rank, config.alpha)
     for index, (name, linear) in enumerate(decoder.linears()):
-        if name.rpartition(".")[2] in targets and (layers is None or layer_of(name) in layers):
-            yield index, name, linear
+        if config.selects_names:
+            numbers = adapter_of(config, linear_names(decoder.architecture, name))
+        else:
+            is_in_layers = layers is None or layer_of(name) in layers
+            numbers = usual if is_in_layers and name.rpartition(".")[2] in targets else None
+        if numbers is not None:
+            yield index, name, linear, numbers
 
 
 def _check_targets(decoder: PolicyModel, config: AdapterConfig) -> None:
     """Raise UserError for a linear or a layer that the model does not have, or if none is left."""
     names = [name for name, _ in decoder.linears()]
     shorts, layers = {name.rpartition(".")[2] for name in names}, {layer_of(name) for name in names}
+    if config.selects_names:
+        if not any(_targeted(decoder, config)):
+            there_are = ", ".join(sorted(shorts))
+            raise UserError(
+                f"adapter.target_modules {', '.join(config.target_modules)}: no linear of the model matches;"
+                f" it has {there_are}"
+            )
+        peft_linears(decoder.architecture, config, adapted_linears(decoder, config))  # raises what PEFT lacks
+        return
     if unknown := [target for target in targets_of(decoder, config) if target not in shorts]:
         there_are = ", ".join(sorted(shorts))
         raise UserError(f"adapter.target_modules: the model has no linear {unknown[0]!r}; it has {there_are}")
@@ -104,7 +129,7 @@ def _add_expert_adapters(decoder: PolicyModel, config: AdapterConfig, seed: int)
         num_a, num_b = (1 if config.experts == shared else num for shared in ("shared_a", "shared_b"))
         a_ERK = _new_a((num_a, rank, experts.spec.in_width), mix(seed, _EXPERTS, index))
         b_ENR = torch.zeros(num_b, experts.spec.out_width, rank)
-        experts.add_adapter(a_ERK.to(decoder.device), b_ENR.to(decoder.device), config.alpha / rank)
+        experts.add_adapter(a_ERK.to(decoder.device), b_ENR.to(decoder.device), config.scaling(rank))
 
 
 def _new_a(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -151,14 +176,16 @@ class OtherAdapter:
     @torch.no_grad()
     def __init__(self, decoder: Decoder, config: AdapterConfig, tensors: Mapping[str, Tensor]):
         """tensors: with PEFT's names or the decoder's own. Raise UserError if they do not fit the decoder."""
-        linears = {name: linear for _, name, linear in _targeted(decoder, config)}
+        linears = {name: (linear, numbers) for _, name, linear, numbers in _targeted(decoder, config)}
         names = [f"{PREFIX}{name}.lora_{side}.weight" for name in linears for side in "AB"]
         tensors = _decoder_tensors(decoder, tensors, names)
-        self._decoder, self._scaling = decoder, config.alpha / config.rank
+        self._decoder, self._usual = decoder, config.scaling(config.rank)
         self._tensors: dict[str, tuple[Tensor, ...]] = {}
-        for name, linear in linears.items():
+        self._scalings: dict[str, float] = {}
+        for name, (linear, (rank, alpha)) in linears.items():
+            self._scalings[name] = config.scaling(rank, alpha)
             a_RK, b_NR = (tensors[f"{PREFIX}{name}.lora_{side}.weight"] for side in "AB")
-            expected = (config.rank, linear.in_width), (linear.out_width, config.rank)
+            expected = (rank, linear.in_width), (linear.out_width, rank)
             if (tuple(a_RK.shape), tuple(b_NR.shape)) != expected:
                 raise UserError(
                     f"{name}: the adapter must have the shapes {expected[0]} and {expected[1]},"
@@ -176,7 +203,8 @@ class OtherAdapter:
             for name, linear in self._decoder.linears():
                 before.append((linear, [getattr(linear, field) for field in _ADAPTER_FIELDS]))
                 is_fused = isinstance(linear.weight, BF16 | FP8Flow)
-                values = (*self._tensors.get(name, (None,) * 4), self._scaling, is_fused, True)
+                scaling = self._scalings.get(name, self._usual)
+                values = (*self._tensors.get(name, (None,) * 4), scaling, is_fused, True)
                 for field, value in zip(_ADAPTER_FIELDS, values, strict=True):
                     setattr(linear, field, value)
             with torch.no_grad():

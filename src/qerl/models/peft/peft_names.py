@@ -9,6 +9,7 @@ with 3 times the rank and alpha, so that alpha / rank is the same. The other way
 that PEFT trained is split by B's rows: each linear has the same A.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from qerl.errors import UserError
 from qerl.models.architecture import Architecture, StoredLinear
 from qerl.models.layer_spec import kinds_of_linears
 from qerl.models.peft.peft_experts import from_peft, to_peft
+from qerl.models.peft.peft_selection import LinearAdapter, linear_names
 
 PEFT_PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of transformers' model."""
@@ -64,6 +66,34 @@ def decoder_tensors(
     return result
 
 
+def peft_linears(
+    architecture: Architecture | None, adapter: AdapterConfig, linears: Mapping[str, LinearAdapter]
+) -> dict[str, Any]:
+    """Return the same entries as peft_targets where linears are selected by name, or differ in rank or alpha:
+    full names. linears: by their names in the decoder. Raise UserError if those that are stored as one
+    differ."""
+    by_stored: dict[str, list[LinearAdapter]] = {}
+    for name, numbers in linears.items():
+        by_stored.setdefault(linear_names(architecture, name)[0], []).append(numbers)
+    ranks, alphas = {}, {}
+    for name, parts in by_stored.items():
+        if len(set(parts)) > 1:
+            raise UserError(
+                f"adapter.rank_pattern and alpha_pattern differ within {name}, stored as one linear"
+            )
+        count, (rank, alpha) = len(parts), parts[0]
+        ranks[name] = count * rank
+        alphas[name] = (math.sqrt(count) if adapter.use_rslora and count > 1 else count) * alpha
+    entries: dict[str, Any] = {"r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": [*by_stored]}
+    for field, values, usual in (
+        ("rank_pattern", ranks, adapter.rank),
+        ("alpha_pattern", alphas, adapter.alpha),
+    ):
+        if others := {name: value for name, value in values.items() if value != usual}:
+            entries[field] = others
+    return entries
+
+
 def peft_targets(
     architecture: Architecture | None, targets: Iterable[str], adapter: AdapterConfig
 ) -> dict[str, Any]:
@@ -90,7 +120,8 @@ def peft_targets(
     entries: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": modules, **where}
     if patterns:
         entries["rank_pattern"] = {name: count * rank for name, count in patterns.items()}
-        entries["alpha_pattern"] = {name: count * alpha for name, count in patterns.items()}
+        factors = {n: math.sqrt(count) if adapter.use_rslora else count for n, count in patterns.items()}
+        entries["alpha_pattern"] = {name: factor * alpha for name, factor in factors.items()}
     return entries
 
 

@@ -4,6 +4,7 @@ Which linears have an adapter is read from its tensors, so that every form of ta
 and layers_to_transform is taken as it was trained.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
         value, expected = getattr(stored, option), getattr(config, option)
         if value != expected:
             raise UserError(f"{folder}: {key} is {value!r}, adapter.{option} is {expected!r}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        value, expected = getattr(stored, field), getattr(config, field)
+        if value != expected:
+            raise UserError(f"{folder}: {field} is {value!r}, adapter.{field} is {expected!r}")
     targets, expected = list(stored.target_modules), sorted(set(config.target_modules))
     if targets != expected:
         raise UserError(f"{folder}: targets {targets}, adapter.target_modules are {expected}")
@@ -62,17 +67,22 @@ def adapter_config(path: str) -> AdapterConfig:
         check_fields(settings, no_effect=_DESCRIBES, init=_SAME_BASE)
         _check_types(settings)
         targets, is_everywhere = _targets(settings, modules)
-        rank, alpha = _rank_and_alpha(settings, modules)
+        numbers = _numbers(settings, modules)
+        alpha = numbers["alpha"]
         experts = experts_of_settings(settings)
         of_experts = settings["lora_alpha"] * alpha_factor(settings, settings["r"])
         if experts and alpha != of_experts:
             raise UserError(f"alpha_pattern gives linears {alpha:g}, target_parameters have {of_experts:g}")
     layers = {m.layer for m in modules if m.layer is not None}
+    parts = tuple(sorted({part for each in targets for part in _FUSED.get(each, (each,))}))
+    is_partial = len({m.part for m in modules}) * len(layers) > len(set(modules))
+    if is_partial and not is_everywhere:  # not the same linears in each layer
+        names = {f"{m.names[0].rpartition('.')[0]}.{part}" for m in modules for part in _parts(m)}
+        parts, is_everywhere = tuple(sorted(names)), True
     return AdapterConfig(
-        rank=rank,
-        alpha=alpha,
+        **numbers,
         dropout=float(settings.get("lora_dropout") or 0.0),
-        target_modules=tuple(sorted({part for each in targets for part in _FUSED.get(each, (each,))})),
+        target_modules=parts,
         layers_to_transform=None if is_everywhere else tuple(sorted(layers)),
         init_from=path,
         **experts,
@@ -160,9 +170,9 @@ def _parts(module: Module) -> tuple[str, ...]:
     return _FUSED.get(module.part, (module.part,))
 
 
-def _rank_and_alpha(settings: dict[str, Any], modules: list[Module]) -> tuple[int, float]:
-    """Return rank and alpha of an AdapterConfig. Linears stored as one may have a multiple of both
-    (peft_names.py); raise UserError for other differences."""
+def _numbers(settings: dict[str, Any], modules: list[Module]) -> dict[str, Any]:
+    """Return rank and alpha of an AdapterConfig, and their patterns if linears differ. Those stored as one
+    may have a multiple of both (peft_names.py); raise UserError for other differences of theirs."""
     ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
     usual, is_stable = (settings["r"], settings["lora_alpha"]), bool(settings.get("use_rslora"))
 
@@ -171,14 +181,23 @@ def _rank_and_alpha(settings: dict[str, Any], modules: list[Module]) -> tuple[in
         return pattern_value(ranks, name, usual[0]), pattern_value(alphas, name, usual[1])
 
     def is_multiple(module: Module, rank: Any, alpha: Any) -> bool:
-        counts = range(1, 2 if is_stable else len(_parts(module)) + 1)
-        return numbers(module) in [(n * rank, n * alpha) for n in counts]
+        counts, stored = range(1, len(_parts(module)) + 1), numbers(module)
+        factors = [(n, math.sqrt(n) if is_stable and n > 1 else n) for n in counts]
+        return any(stored[0] == n * rank and math.isclose(stored[1], f * alpha) for n, f in factors)
 
     alone = next((m for m in modules if len(_parts(m)) == 1), None)
     candidates = [numbers(alone)] if alone is not None else [usual, numbers(modules[0])]
     for rank, alpha in candidates:
         if all(is_multiple(m, rank, alpha) for m in modules):
-            return rank, float(alpha) * alpha_factor(settings, rank)
+            return {"rank": rank, "alpha": float(alpha) * alpha_factor(settings, rank)}
+    if all(len(_parts(module)) == 1 for module in modules):
+        return {
+            "rank": usual[0],
+            "alpha": float(usual[1]),
+            "rank_pattern": tuple(ranks.items()),
+            "alpha_pattern": tuple((key, float(value)) for key, value in alphas.items()),
+            "use_rslora": is_stable,
+        }
     odd = next(m for m in modules if not is_multiple(m, *candidates[0]))
     got = " and ".join(map(repr, numbers(odd)))
     raise UserError(

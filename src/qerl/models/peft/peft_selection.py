@@ -3,20 +3,23 @@
     a list    a linear whose name is an entry, or ends in a dot and an entry
     a string  a regular expression of the whole name; "all-linear" is each linear
 
-An adapter here has one rank and one scaling, and has the same linears in each of its layers; other selections
-are refused. Where the decoder splits a linear that transformers has as one, both names select (StoredLinear).
+An AdapterConfig has one rank, one scaling and the same linears in each layer where that is so, and else full
+names and patterns. Where the decoder splits a linear that transformers has as one, both names select
+(StoredLinear).
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import layer_specs
 
 ALL_LINEAR = "all-linear"
+_PLAIN_NAME = re.compile(r"[\w.]+")
 
 
 class Module(NamedTuple):
@@ -27,6 +30,13 @@ class Module(NamedTuple):
     part: str
     """Last part of its name in the decoder, as adapter.target_modules has it."""
     layer: int | None
+
+
+class LinearAdapter(NamedTuple):
+    """LinearAdapter(rank=32, alpha=32.0)"""
+
+    rank: int
+    alpha: float
 
 
 class Selection(NamedTuple):
@@ -51,6 +61,35 @@ def modules_of(a: Architecture) -> tuple[list[Module], list[str]]:
             else:
                 modules.append(Module(names, linear.short_name, layer))
     return modules, others
+
+
+def linear_names(a: Architecture | None, name: str) -> tuple[str, ...]:
+    """Return the full names of a linear: of transformers, which may store it with others, and the decoder's.
+    name: "layers.0.self_attn.q_proj"; without an architecture transformers' own."""
+    if a is None:
+        return (name,)
+    prefix = "model." if a.part_of is None else "model.language_model."
+    _, number, last = name.split(".", 2)
+    stored = next((each.name for each in a.stored_linears if last in each.holds), last)
+    at = f"layers.{number}."
+    return tuple(dict.fromkeys((f"{prefix}{at}{stored}", f"{prefix}{name}", f"model.{name}")))
+
+
+def adapter_of(adapter: AdapterConfig, names: Sequence[str]) -> LinearAdapter | None:
+    """Return the adapter of the linear with these full names; None if it has none. Routers have one by
+    adapter.router alone."""
+    targets = adapter.target_modules
+    one = targets[0] if len(targets) == 1 and not _PLAIN_NAME.fullmatch(targets[0]) else None
+    wanted = targets if one is None else ".*" if one.lower() == ALL_LINEAR else one
+    is_router = names[-1].endswith(".router")
+    is_named = adapter.router if is_router else any(_matches("target_modules", wanted, n) for n in names)
+    layers = adapter.layers_to_transform
+    if not is_named or (layers is not None and layer_of(names[-1]) not in layers):
+        return None
+    ranks, alphas = dict(adapter.rank_pattern), dict(adapter.alpha_pattern)
+    rank = next((r for n in names if (r := pattern_value(ranks, n, None)) is not None), adapter.rank)
+    alpha = next((v for n in names if (v := pattern_value(alphas, n, None)) is not None), adapter.alpha)
+    return LinearAdapter(rank, alpha)
 
 
 def named_module(name: str) -> Module:
@@ -91,36 +130,27 @@ def select(settings: Mapping[str, Any], modules: list[Module], others: Iterable[
 
 
 def parts_and_layers(selected: list[Module], modules: list[Module]) -> dict[str, Any]:
-    """Return target_modules and layers_to_transform of an AdapterConfig. Raise UserError if layers differ."""
+    """Return target_modules and layers_to_transform of an AdapterConfig: full names where layers differ."""
     parts = {m.part for m in selected}
     of_parts = [m for m in modules if m.part in parts]
     layers, chosen = {m.layer for m in selected}, set(selected)
-    if odd := [m for m in of_parts if m.layer in layers and m not in chosen]:
-        there = next(m for m in selected if m.part == odd[0].part)
-        raise UserError(
-            f"target_modules, exclude_modules and layers_to_transform select {there.names[0]} but not"
-            f" {odd[0].names[0]}: each layer that has an adapter must have it in the same linears"
-        )
+    if any(m.layer in layers and m not in chosen for m in of_parts):
+        return {"target_modules": tuple(sorted(m.names[-1] for m in selected)), "layers_to_transform": None}
     numbers = tuple(sorted(n for n in layers if n is not None))
     is_all = len(selected) == len(of_parts)
     return {"target_modules": tuple(sorted(parts)), "layers_to_transform": None if is_all else numbers}
 
 
 def rank_and_alpha(settings: Mapping[str, Any], selected: list[Module]) -> tuple[dict[str, Any], list[str]]:
-    """Return rank and alpha of an AdapterConfig, for which alpha / rank is PEFT's scaling, and notices of
-    patterns that match nothing. Raise UserError if they differ between linears."""
+    """Return rank and alpha of an AdapterConfig, for which alpha / rank is PEFT's scaling, and the patterns
+    and use_rslora where they differ between linears; and notices of patterns that match nothing."""
     ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
     names = [m.names[0] for m in selected]
     numbers = {
         name: (pattern_value(ranks, name, settings["r"]), pattern_value(alphas, name, settings["lora_alpha"]))
         for name in names
     }
-    first = names[0]
-    if odd := [name for name in names if numbers[name] != numbers[first]]:
-        field = "rank_pattern" if numbers[odd[0]][0] != numbers[first][0] else "alpha_pattern"
-        pairs = " and ".join(f"{numbers[name]} for {name}" for name in (first, odd[0]))
-        raise UserError(f"{field} gives {pairs} as rank and alpha: all adapters here have the same")
-    rank, alpha = numbers[first]
+    rank, alpha = numbers[names[0]]
     targets = settings.get("target_parameters") or ()
     unused = [
         f"{field}: no linear of the adapter matches {key!r}"
@@ -128,7 +158,17 @@ def rank_and_alpha(settings: Mapping[str, Any], selected: list[Module]) -> tuple
         for key in patterns
         if not any(pattern_value({key: True}, name, False) for name in (*names, *targets))
     ]
-    return {"rank": rank, "alpha": alpha * alpha_factor(settings, rank)}, unused
+    if len(set(numbers.values())) == 1:
+        return {"rank": rank, "alpha": alpha * alpha_factor(settings, rank)}, unused
+    if targets:
+        raise UserError("rank_pattern and alpha_pattern differ between linears, beside target_parameters")
+    return {
+        "rank": settings["r"],
+        "alpha": float(settings["lora_alpha"]),
+        "rank_pattern": tuple(ranks.items()),
+        "alpha_pattern": tuple((key, float(value)) for key, value in alphas.items()),
+        "use_rslora": bool(settings.get("use_rslora")),
+    }, unused
 
 
 def alpha_factor(settings: Mapping[str, Any], rank: int) -> float:

@@ -46,7 +46,7 @@ def run_summary(facts: Mapping[str, Any]) -> dict[str, str]:
     known["started"] = str(known.get("start_time", ""))[:16].replace("T", " ")
     summary = {
         "Model": ("{model.path}", "{model.format}", "sampler {model.sampler_format}", "{tuning}"),
-        **(_imitation(known) if known.get("sft.data") else _reinforcement(known)),
+        **(_stored_rows(known) if known.get("sft.data") else _reinforcement(known)),
         "Teacher": _teacher(known),
         "Device": ("{device}",),
         "Versions": ("qerl {qerl}", "torch {torch}", "commit {commit}"),
@@ -68,9 +68,11 @@ def _reinforcement(known: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _imitation(known: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def _stored_rows(known: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     learns = "what the assistant says" if known.get("sft.assistant_only_loss") else "every token"
     method = "supervised fine-tuning", f"loss on {learns}"
+    if known.get("dpo.loss_type"):
+        method = "preferences", "{dpo.loss_type} loss", "beta {dpo.beta}"
     return {"Task": ("{sft.data}",), "Method": method, "Step": ("{num_prompts} rows", _RATE)}
 
 

@@ -30,6 +30,10 @@ PHASES = ("rollout", "reward", "teacher", "learn", "publish", "evaluate", "check
 """Phases of a step; the rest of its time is shown as other."""
 CHARTS = (
     ("nll", "Loss", "negative log-likelihood of the learned tokens, nats per token"),
+    ("rewards/accuracies", "Accuracy of pairs", "share whose chosen completion has the higher reward"),
+    ("rewards/margins", "Margin", "mean reward of chosen less that of rejected completions"),
+    ("rewards/chosen", "Reward of chosen", "beta times the log-ratio to the reference"),
+    ("rewards/rejected", "Reward of rejected", "the same"),
     ("reward", "Reward", "mean over the step's samples"),
     ("accuracy", "Accuracy", "share of correct samples"),
     ("teacher_kl", "KL to the teacher", "student to teacher on the student's samples, nats per token"),
@@ -106,8 +110,14 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
         if held_out and held_out != accuracies:
             tiles[f"{label} reward"] = _change(held_out, "{:.2f}")
     tiles |= _float_tile(run)
-    if losses := evaluated(run, "nll"):
-        tiles["Held-out loss"] = _change(losses, "{:.3f}")
+    for name, label, template in (
+        ("nll", "Held-out loss", "{:.3f}"),
+        ("loss", "Held-out loss", "{:.3f}"),
+        ("rewards/accuracies", "Held-out accuracy of pairs", "{:.0%}"),
+        ("rewards/margins", "Held-out margin", "{:.2f}"),
+    ):
+        if figures := evaluated(run, name):
+            tiles[label] = _change(figures, template)
     if rewards:
         share = max(1, len(rewards) // 10)
         means = [(0.0, fmean(rewards[:share])), (1.0, fmean(rewards[-share:]))]
@@ -217,7 +227,7 @@ def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -
         if is_same and key == "reward":
             about += "; accuracy is the same at every step and not drawn"
         if any(one.mark in ("dot", "ring") for one in series):
-            kinds_drawn = "dots" if key == "nll" else "dots sampled, rings greedy"
+            kinds_drawn = "dots" if len(_HELD_OUT[key]) == 1 else "dots sampled, rings greedy"
             about += f"; held-out: {kinds_drawn}" + ", bars 95 % intervals" * any(one.band for one in series)
         cards.append(_card(title, about, curves_svg(title, series, x_range=x_range)))
         data.append(chart_data(series))
@@ -281,7 +291,11 @@ def _series(run: RecordedRun, run_index: int, key: str, is_same: bool) -> list[S
     return series
 
 
-_HELD_OUT = {"nll": ("nll",), "reward": ("reward", "greedy_reward"), "accuracy": ("accuracy", "greedy")}
+_HELD_OUT = {
+    **{name: (name,) for name in ("nll", "rewards/accuracies", "rewards/margins")},
+    "reward": ("reward", "greedy_reward"),
+    "accuracy": ("accuracy", "greedy"),
+}
 """The sampled and the greedy figure of an evaluation that a chart shows."""
 _DRAWN = (("held-out", "dot"), ("held-out greedy", "ring"))
 

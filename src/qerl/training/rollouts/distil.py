@@ -20,9 +20,10 @@ from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.checkpoint.tokenizer import stop_token_ids
+from qerl.tasks.demonstrations import Demonstration
 from qerl.tasks.rows import check_file
 from qerl.tasks.scoring import Failure
-from qerl.tasks.sft_rows import SftRows
+from qerl.tasks.sft_rows import DEMONSTRATIONS, SftRows
 from qerl.tracking import StepLog
 from qerl.training.rollouts.rollout import GroupRollouts, Rewards, TrainPrompts
 from qerl.training.rollouts.teacher import Teacher
@@ -38,7 +39,7 @@ class DistilRollouts:
         train_prompts: TrainPrompts,
         *,
         teacher: Teacher,
-        rows: SftRows | None,
+        rows: SftRows[Demonstration] | None,
         ranks: Ranks,
         notice: Callable[[str], None],
     ):
@@ -100,7 +101,9 @@ def with_teacher_logprobs(group: Group, scores_G: list[TeacherLogprobs | Failure
     return dataclasses.replace(group, samples_G=samples_G)
 
 
-def read_off_policy_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows | None:
+def read_off_policy_rows(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> SftRows[Demonstration] | None:
     """Read distil.data as `qerl sft` does; None without off_policy_share."""
     distil, source = config.distil, locate(config.model.path)
     if not (distil.is_on and distil.off_policy_share):
@@ -116,4 +119,4 @@ def read_off_policy_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) 
         allow_special_tokens=allowed,
     )
     stop_ids = stop_token_ids(tokenizer, source)
-    return SftRows.read(sft, tokenizer, stop_ids, max_evaluated=0, seed=config.seed)
+    return SftRows.read(sft, tokenizer, stop_ids, DEMONSTRATIONS, max_evaluated=0, seed=config.seed)
