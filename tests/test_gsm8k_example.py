@@ -10,7 +10,7 @@ import pytest
 
 import tiny_run
 from qerl.tasks import rows
-from qerl.tasks.rows import open_rows
+from qerl.tasks.rows.table import open_rows
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k.py"
 TINY = ["--steps", "2", "--prompts", "2", "--samples", "2", "--max-tokens", "5", "--evaluate", "4"]

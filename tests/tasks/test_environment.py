@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from material import CHATML, END, START, tokenizer
 
+from material import CHATML, END, START, tokenizer
 from qerl.config import EnvironmentConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, EnvironmentReply
 from qerl.tasks.higher_lower import higher_lower
-from qerl.tasks.prompt import chat_reply_tokens, plain_reply_tokens
 from qerl.tasks.reward import resolve
+from qerl.tasks.rows.prompt import chat_reply_tokens, plain_reply_tokens
 
 
 class Text(str):

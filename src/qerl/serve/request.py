@@ -25,7 +25,7 @@ from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.marked_text import NO_MARKERS, Markers
 from qerl.serve.reasoning import AnswerStream, ReasoningForm, reasoning_of
 from qerl.serve.tools import ToolCallStream, call_schema, with_described_tools
-from qerl.tasks.prompt import TooLongError, render_chat
+from qerl.tasks.rows.prompt import TooLongError, render_chat
 from qerl.types import Prompt, Sampling
 
 # Arguments of the functions that render, `self` too, which are no variables of a template.

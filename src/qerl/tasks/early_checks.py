@@ -10,14 +10,14 @@ from pathlib import Path
 
 from qerl.config import SftConfig, TaskConfig
 from qerl.errors import UserError, did_you_mean, require
-from qerl.tasks.demonstrations import check_columns
 from qerl.tasks.graders import NEED_ANSWER
-from qerl.tasks.known_rows import open_prompt_rows
-from qerl.tasks.prompt import prompt_columns, prompt_kind
 from qerl.tasks.reward import REWARDS
-from qerl.tasks.rows import RowTable, check_file, open_rows
+from qerl.tasks.rows.demonstrations import check_columns
+from qerl.tasks.rows.known_sets import open_prompt_rows
+from qerl.tasks.rows.prompt import prompt_columns, prompt_kind
+from qerl.tasks.rows.sft_rows import tables_of
+from qerl.tasks.rows.table import RowTable, check_file, open_rows
 from qerl.tasks.scoring import RESERVED, check_reward_columns
-from qerl.tasks.sft_rows import tables_of
 
 _MAX_BYTES = 50_000_000  # larger files are opened once, later
 _BINDERS = frozenset({"globals", "exec", "setattr", "vars"})

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from qerl.config import EnvironmentConfig
 from qerl.tasks.event_loop import GuardedLoop, InvalidReturn
-from qerl.tasks.row_values import is_unicode
+from qerl.tasks.rows.values import is_unicode
 from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, name_of
 
 _IS_ERROR = re.compile(r"\W*(an )?error\b", re.IGNORECASE)

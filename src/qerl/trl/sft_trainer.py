@@ -11,7 +11,7 @@ from typing import Any
 from qerl.config import AlgoConfig, NoiseConfig, RunConfig, SampleConfig, SftConfig
 from qerl.errors import require
 from qerl.models.checkpoint.tokenizer import load_tokenizer
-from qerl.tasks.demonstrations import check_columns, form_of
+from qerl.tasks.rows.demonstrations import check_columns, form_of
 from qerl.training.sft import fine_tune, held_out_loss, read_rows
 from qerl.trl.config import SFTConfig
 from qerl.trl.data import write_rows

@@ -30,8 +30,14 @@ from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, EnvironmentReply, Key, Messages
-from qerl.tasks.prompt import chat_reply_tokens, join_messages, plain_reply_tokens, render_chat, special_end
 from qerl.tasks.reward import Reward, resolve
+from qerl.tasks.rows.prompt import (
+    chat_reply_tokens,
+    join_messages,
+    plain_reply_tokens,
+    render_chat,
+    special_end,
+)
 from qerl.tasks.scoring import Failure
 from qerl.training.engines.replayed_batch import (
     HistoriesPG,

@@ -3,13 +3,13 @@ import json
 
 import datasets
 import pytest
-from material import BOS, END, START, jsonl, tokenizer
 
+from material import BOS, END, START, jsonl, tokenizer
 from qerl.config import SftConfig, TaskConfig
 from qerl.errors import UserError
-from qerl.tasks.demonstrations import Demonstrator
-from qerl.tasks.prompt import Renderer, render_chat, set_template_date, set_template_variables
-from qerl.tasks.rows import open_rows
+from qerl.tasks.rows.demonstrations import Demonstrator
+from qerl.tasks.rows.prompt import Renderer, render_chat, set_template_date, set_template_variables
+from qerl.tasks.rows.table import open_rows
 
 ROW = {"prompt": "What is 1 + 2?", "answer": "3", "hint": "{curly}"}
 

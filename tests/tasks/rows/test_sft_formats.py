@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 import tiny_run
 from qerl.config import SftConfig
 from qerl.errors import UserError
-from qerl.tasks.demonstrations import Demonstrator, check_columns
-from qerl.tasks.prompt import BadRow
-from qerl.tasks.sft_rows import SftRows
+from qerl.tasks.rows.demonstrations import Demonstrator, check_columns
+from qerl.tasks.rows.prompt import BadRow
+from qerl.tasks.rows.sft_rows import SftRows
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson + '\\n' }}{% endfor %}<|im_end|>\n"

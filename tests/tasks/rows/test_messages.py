@@ -3,15 +3,15 @@
 import json
 
 import pytest
-from material import jsonl, tokenizer
 
+from material import jsonl, tokenizer
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import Task
-from qerl.tasks.conversation import read_chat
-from qerl.tasks.messages import BadRow, read_messages
-from qerl.tasks.prompt import Renderer
-from qerl.tasks.rows import open_rows
+from qerl.tasks.rows.conversation import read_chat
+from qerl.tasks.rows.messages import BadRow, read_messages
+from qerl.tasks.rows.prompt import Renderer
+from qerl.tasks.rows.table import open_rows
 from qerl.trl.data import write_rows
 
 TEMPLATE = (

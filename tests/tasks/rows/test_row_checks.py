@@ -1,9 +1,8 @@
 """Silent effects of rows on a run are counted and reported in one line a table."""
 
 import pytest
-from material import jsonl, tokenizer
-from test_rows import SUMS
 
+from material import SUMS, jsonl, tokenizer
 from qerl.config import TaskConfig
 from qerl.tasks import Task
 from qerl.tasks.task import Renderer

@@ -1,4 +1,4 @@
-"""Shared by the tests of this folder: a byte tokenizer, files of rows, groups."""
+"""Shared by tests of tasks: a byte tokenizer, files of rows, groups."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,14 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BOS, START, END = 256, 257, 258
+SUMS = (
+    ("min_terms", 2),
+    ("max_terms", 2),
+    ("min_digits", 1),
+    ("max_digits", 2),
+    ("operators", "+"),
+    ("allow_parentheses", False),
+)
 
 
 def tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.chat_tokens import encoded, quoted, unquoted
-from qerl.tasks.messages import (
+from qerl.tasks.rows.messages import (
     LIST,
     MISSING,
     NUMBER,
@@ -35,8 +35,8 @@ from qerl.tasks.messages import (
     read_messages,
     read_variables,
 )
-from qerl.tasks.row_values import is_json, is_unicode, value_fault
-from qerl.tasks.rows import RowTable
+from qerl.tasks.rows.table import RowTable
+from qerl.tasks.rows.values import is_json, is_unicode, value_fault
 from qerl.tasks.template_process import render_template
 from qerl.types import Prompt
 

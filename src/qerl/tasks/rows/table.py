@@ -29,7 +29,7 @@ from qerl.config import TaskConfig
 from qerl.config.task import is_environment_name
 from qerl.errors import UserError, did_you_mean, require
 from qerl.tasks.env_packages import environment_rows
-from qerl.tasks.row_values import is_unicode
+from qerl.tasks.rows.values import is_unicode
 from qerl.tasks.sources import file_digest
 
 

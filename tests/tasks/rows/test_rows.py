@@ -3,21 +3,12 @@ import random
 
 import datasets
 import pytest
-from material import jsonl
 
+from material import SUMS, jsonl
 from qerl.config import TaskConfig
 from qerl.config.recipes.paper import GSM8K_TEMPLATE
 from qerl.errors import UserError
-from qerl.tasks.rows import file_sources, open_rows
-
-SUMS = (
-    ("min_terms", 2),
-    ("max_terms", 2),
-    ("min_digits", 1),
-    ("max_digits", 2),
-    ("operators", "+"),
-    ("allow_parentheses", False),
-)
+from qerl.tasks.rows.table import file_sources, open_rows
 
 
 def opened(**fields):

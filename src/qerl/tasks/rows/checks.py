@@ -16,8 +16,8 @@ from typing import Any
 from qerl.config import TaskConfig
 from qerl.errors import UserError, printable, quantity
 from qerl.tasks.code.test_cases import parse_tests
-from qerl.tasks.prompt import Renderer
-from qerl.tasks.rows import RowTable
+from qerl.tasks.rows.prompt import Renderer
+from qerl.tasks.rows.table import RowTable
 
 _NUM_GENERATED = 128
 _NUM_EXAMPLES = 2

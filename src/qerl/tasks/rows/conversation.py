@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from qerl.tasks.messages import BadRow, from_json, join_text_parts, read_calls, read_variables
+from qerl.tasks.rows.messages import BadRow, from_json, join_text_parts, read_calls, read_variables
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]

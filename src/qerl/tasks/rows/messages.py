@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from qerl.tasks.row_values import value_fault
+from qerl.tasks.rows.values import value_fault
 
 VARIABLES = ("tools", "chat_template_kwargs")
 """Columns for the chat template."""

@@ -8,9 +8,9 @@ from transformers import AutoTokenizer
 import tiny_run
 from qerl.config import SftConfig
 from qerl.errors import UserError
-from qerl.tasks.demonstrations import Demonstrator
-from qerl.tasks.prompt import BadRow
-from qerl.tasks.sft_rows import SftRows
+from qerl.tasks.rows.demonstrations import Demonstrator
+from qerl.tasks.rows.prompt import BadRow
+from qerl.tasks.rows.sft_rows import SftRows
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

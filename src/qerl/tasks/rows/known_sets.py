@@ -15,7 +15,7 @@ from typing import Any
 from qerl.config import TaskConfig
 from qerl.config.recipes.paper import CODE_TEMPLATE, GSM8K_TEMPLATE, MATH_TEMPLATE
 from qerl.errors import UserError
-from qerl.tasks.rows import RowTable, open_rows
+from qerl.tasks.rows.table import RowTable, open_rows
 
 Row = dict[str, Any]
 

@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import SftConfig, TaskConfig
 from qerl.tasks.chat_tokens import allow_special_tokens
-from qerl.tasks.demonstrations import Demonstrator, form_of
-from qerl.tasks.known_rows import with_known_columns
-from qerl.tasks.prompt import Renderer, set_template_date, set_template_variables
-from qerl.tasks.rows import RowTable, open_rows
+from qerl.tasks.rows.demonstrations import Demonstrator, form_of
+from qerl.tasks.rows.known_sets import with_known_columns
+from qerl.tasks.rows.prompt import Renderer, set_template_date, set_template_variables
+from qerl.tasks.rows.table import RowTable, open_rows
 
 Kind = Literal["prompt", "sft"]
 _EMPTY = "its prompt is empty, which only an environment may add to"

@@ -6,12 +6,12 @@ import math
 import datasets
 import pyarrow.parquet
 import pytest
-from material import CHATML, jsonl, tokenizer
 
+from material import CHATML, jsonl, tokenizer
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import Task, all_prompts
-from qerl.tasks.row_values import MAX_DEPTH, value_fault
+from qerl.tasks.rows.values import MAX_DEPTH, value_fault
 
 TOKENIZER = tokenizer()
 HALF = "\ud83d"  # of an emoji whose other half was cut off

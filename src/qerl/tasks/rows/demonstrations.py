@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.config.sft import SftConfig
 from qerl.errors import UserError, quantity
 from qerl.tasks.chat_tokens import encoded, quoted, unquoted
-from qerl.tasks.conversation import (
+from qerl.tasks.rows.conversation import (
     CHAT_COLUMNS,
     EXCHANGE_COLUMNS,
     EXCHANGES,
@@ -37,9 +37,9 @@ from qerl.tasks.conversation import (
     read_prompt_messages,
     read_sharegpt,
 )
-from qerl.tasks.prompt import BadRow
-from qerl.tasks.row_values import value_fault
-from qerl.tasks.rows import RowTable
+from qerl.tasks.rows.prompt import BadRow
+from qerl.tasks.rows.table import RowTable
+from qerl.tasks.rows.values import value_fault
 from qerl.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:

@@ -4,16 +4,16 @@ import dataclasses
 import json
 
 import pytest
-from material import jsonl, tokenizer
 
+from material import jsonl, tokenizer
 from qerl.cli.evaluate import own_tasks
 from qerl.config import TaskConfig
 from qerl.config.options import EvalOptions
 from qerl.config.recipes import RECIPES
 from qerl.errors import UserError
 from qerl.tasks import RewardPool, Task
-from qerl.tasks.known_rows import with_known_defaults
-from qerl.tasks.row_checks import check_rows
+from qerl.tasks.rows.checks import check_rows
+from qerl.tasks.rows.known_sets import with_known_defaults
 from qerl.types import Group, Sample
 
 GSM8K = [

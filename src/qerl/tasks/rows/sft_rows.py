@@ -15,8 +15,8 @@ from qerl.algo.seeds import mix
 from qerl.config.sft import SftConfig
 from qerl.config.task import TaskConfig
 from qerl.errors import UserError, quantity
-from qerl.tasks.demonstrations import Demonstration, Demonstrator, check_columns
-from qerl.tasks.rows import RowTable, open_rows
+from qerl.tasks.rows.demonstrations import Demonstration, Demonstrator, check_columns
+from qerl.tasks.rows.table import RowTable, open_rows
 from qerl.types import Group
 
 if TYPE_CHECKING:
