@@ -99,7 +99,13 @@ def _defined(name: str, field: str) -> Iterator[_Function]:
     bound = set(_bound(tree))
     hint = did_you_mean(attribute, [node.name for node in plain])
     require(attribute in bound or "*" in bound, f"{field} {name}: {place} has no {attribute!r}{hint}")
-    yield from (node for node in plain[::-1] if node.name == attribute and not node.decorator_list)
+    yield from (node for node in plain[::-1] if node.name == attribute and _keeps_arguments(node))
+
+
+def _keeps_arguments(function: _Function) -> bool:
+    """True if the function has no decorator but those of qerl, which say what it sees."""
+    names = {ast.unparse(each).rpartition(".")[2] for each in function.decorator_list}
+    return names <= {"group_reward", "batch_reward"}
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl.config import EnvironmentConfig, NoiseConfig, RunConfig
+from qerl.config import EnvironmentConfig, NoiseConfig, RunConfig, TaskConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import require
 from qerl.models.checkpoint.tokenizer import load_tokenizer
@@ -25,7 +25,8 @@ from qerl.trl.tools import make_environment, of_conversations, takes_environment
 from qerl.trl.translate import length, plain
 from qerl.trl.translate_grpo import batch_of, run_config, samples_per_generation
 
-_BASE = RunConfig(noise=NoiseConfig(schedule="none"))
+# A call of a reward function is for all samples of a step, so it gets more time than one for a sample.
+_BASE = RunConfig(noise=NoiseConfig(schedule="none"), task=TaskConfig(reward_timeout_s=60.0))
 
 
 class GRPOTrainer(RunTrainer):
@@ -96,6 +97,7 @@ class GRPOTrainer(RunTrainer):
                 chat_template_kwargs=json.dumps(_template_variables(args, self._schemas)),
                 rewards=tuple(map(name_of, self._rewards)),
                 reward_weights=self._weights,
+                reward_scope="batch",
                 environment=_environment(args, base),
             ),
         )
