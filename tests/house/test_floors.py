@@ -29,7 +29,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
 )
 ROOMS = {  # inside a package a folder imports from itself and from folders further left
     "kernels": "runtime < pointwise < tiles, attention < linear, head, delta_net < experts",
-    "tasks": "code < rows",
+    "tasks": "call_forms, code < rows",
     "engine": "schedule < cache, sampling < prefill < decode",
     "models": "families < checkpoint < transformers_backend < peft < quantize",
     "training": "engines < rollouts",
@@ -49,8 +49,8 @@ SIZES = {  # lines of each package when it was last looked at
     "kernels": 9194,
     "learner": 3314,
     "models": 10497,
-    "serve": 5673,
-    "tasks": 9164,
+    "serve": 5300,
+    "tasks": 10200,
     "tinker": 2000,
     "tracking": 3520,
     "training": 4918,

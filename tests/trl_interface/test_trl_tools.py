@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 import tiny_run
 from qerl.config import TaskConfig
 from qerl.errors import RunError, UserError
-from qerl.serve.call_forms.choice import form_of
 from qerl.tasks import RewardPool
+from qerl.tasks.call_forms.choice import form_of
 from qerl.tasks.environment import Call
 from qerl.trl import GRPOConfig, GRPOTrainer
 from qerl.trl.tools import make_environment, of_conversations, with_tool_calls

@@ -124,9 +124,9 @@ class TaskConfig:
     5 %, at least 32 and at most 256."""
 
     rewards: tuple[str, ...] = ("numeric",)
-    """Built-in rewards (exact, numeric, math, tags, gym, code, judge, reward_model, length, length_rank,
-    diversity, higher_lower), module:function, or file.py:function. One of them may be an environment, a class
-    with reset and step: docs/environments.md."""
+    """Built-in rewards (exact, numeric, math, tags, gym, code, calls, judge, reward_model, length,
+    length_rank, diversity, higher_lower), module:function, or file.py:function. One of them may be an
+    environment, a class with reset and step: docs/environments.md."""
 
     reward_weights: tuple[float, ...] = ()
     """One weight per reward; empty means 1 each."""

@@ -16,9 +16,6 @@ from qerl.config.options import ServeOptions
 from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.errors import UserError
 from qerl.serve.batcher import PendingRequest
-from qerl.serve.call_forms.choice import form_of
-from qerl.serve.call_forms.form import CallForm, Schemas
-from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody
 from qerl.serve.grammar import Grammar, Grammars
 from qerl.serve.loaded_model import LoadedModel

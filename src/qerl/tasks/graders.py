@@ -114,7 +114,7 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
     return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
-NEED_ANSWER = ("exact", "numeric", "math", "code")
+NEED_ANSWER = ("exact", "numeric", "math", "code", "calls")
 """Rewards that read task.answer_column."""
 
 _COMPARISONS: dict[str, Callable[[str, Any], bool]] = {

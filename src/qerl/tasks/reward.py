@@ -26,6 +26,7 @@ from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError, did_you_mean, printable, quantity, require
+from qerl.tasks.call_match import calls
 from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.group_rewards import GROUP_REWARDS
@@ -56,6 +57,7 @@ from qerl.types import Group, Prompt, Sample
 REWARDS: dict[str, Callable[[TaskConfig], Any]] = {
     **BUILT_IN,
     **GROUP_REWARDS,
+    "calls": calls,
     "judge": lambda config: (OwnJudge if config.judge.url == BASE else Judge)(config),
     "reward_model": RewardModel,
     "higher_lower": higher_lower,

@@ -12,7 +12,7 @@ from qerl.config.stored import with_stored_base
 from qerl.errors import require
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.device import resolve_device
-from qerl.serve.call_forms.choice import form_of
+from qerl.tasks.call_forms.choice import form_of
 from qerl.tasks.scoring import name_of
 from qerl.training.session import train
 from qerl.trl.config import GRPOConfig

@@ -25,9 +25,9 @@ import numpy as np
 from transformers.utils.chat_template_utils import get_json_schema
 
 from qerl.errors import UserError, require
-from qerl.serve.call_forms.form import CallForm
-from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.tools import ToolCallStream
+from qerl.tasks.call_forms.form import CallForm
+from qerl.tasks.call_forms.hermes import HERMES
 from qerl.tasks.event_loop import InvalidReturn
 from qerl.tasks.scoring import NOT_SUPPORTED, Failure, awaited, failure_of, name_of
 from qerl.tasks.worker_pool import WorkerPool

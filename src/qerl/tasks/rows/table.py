@@ -2,7 +2,7 @@
 
     reasoning-gym         question, answer, metadata; rows are generated on demand
     gsm8k                 question, solution, and derived: answer (the number)
-    x.jsonl, x.json       one object per line, or a list of objects
+    x.jsonl, x.json       one object per line, or (.json) a list of objects
     x.parquet, x.csv      one table; a CSV's first line names the columns, and its values are strings
     verifiers:NAME        prompt, task: a row for each task; openenv:PLACE: prompt, reset
     anything else         a hub id or a folder of data files, through `datasets`; `id:subset` names a subset
@@ -107,7 +107,12 @@ def check_file(option: str, place: str | None) -> None:
 
 def _read_file(field: str, path: Path, config: TaskConfig) -> RowTable:
     check_file(f"task.{field}", str(path))
-    return _READERS[path.suffix](path, config.prompt_column)
+    return read_file(path, config.prompt_column)
+
+
+def read_file(path: Path, prompt_column: str) -> RowTable:
+    """Return the rows of a file with one of the known endings."""
+    return _READERS[path.suffix](path, prompt_column)
 
 
 def _splits(config: TaskConfig, load: Callable[[str], RowTable]) -> tuple[RowTable, RowTable | None]:
@@ -322,15 +327,26 @@ def _read_jsonl(path: Path, prompt_column: str) -> RowTable:
 
 
 def _read_json(path: Path, prompt_column: str) -> RowTable:
+    content = path.read_bytes()
     try:
-        rows = _parse_json(path.read_bytes())
+        rows = _parse_json(content)
     except (ValueError, RecursionError) as error:
+        if _has_lines(content):
+            return _read_jsonl(path, prompt_column)
         raise UserError(f"{path}: invalid JSON: {error}") from error
     if not isinstance(rows, list):
         raise UserError(f"{path}: a list of objects was expected")
     faults = {i: "not an object" for i, row in enumerate(rows) if not isinstance(row, dict)}
     rows = [row if isinstance(row, dict) else {} for row in rows]
     return _object_rows(path, rows, prompt_column, faults=faults)
+
+
+def _has_lines(content: bytes) -> bool:
+    """True if the first line is an object: some data sets name JSON lines .json."""
+    try:
+        return isinstance(_parse_json(content.lstrip().partition(b"\n")[0]), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import re
 
-from qerl.serve.call_forms.form import (
+from qerl.tasks.call_forms.form import (
     MALFORMED,
     CallForm,
     RawCall,
@@ -11,7 +11,7 @@ from qerl.serve.call_forms.form import (
     read_arguments,
     typed,
 )
-from qerl.serve.call_forms.hermes import HERMES
+from qerl.tasks.call_forms.hermes import HERMES
 
 _HEAD = re.compile(r"\s*+<function=([^>\n]++)>\s*+")
 _NEXT = re.compile(r"\s*+(?:<parameter=([^>\n]++)>\n?|</function>\s*+</tool_call>)")

@@ -1,6 +1,6 @@
 """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen2.5, Qwen3, SmolLM3, Granite 4."""
 
-from qerl.serve.call_forms.form import CallForm, json_reader
+from qerl.tasks.call_forms.form import CallForm, json_reader
 
 HERMES = CallForm(
     name="hermes",

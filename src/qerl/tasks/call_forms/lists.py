@@ -3,7 +3,7 @@
 A list that is the whole answer is read without the tokens too.
 """
 
-from qerl.serve.call_forms.form import CallForm, json_reader
+from qerl.tasks.call_forms.form import CallForm, json_reader
 
 _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
 PHI4 = CallForm(

@@ -1,6 +1,6 @@
 """{"name": ..., "parameters": {...}} as the whole answer or after <|python_tag|>: Llama 3."""
 
-from qerl.serve.call_forms.form import CallForm, json_reader
+from qerl.tasks.call_forms.form import CallForm, json_reader
 
 LLAMA3 = CallForm(
     name="llama3",

@@ -5,7 +5,7 @@ GLM-4 writes NAME, a line's end and a JSON object, which are the whole answer.
 
 import re
 
-from qerl.serve.call_forms.form import (
+from qerl.tasks.call_forms.form import (
     MALFORMED,
     CallForm,
     RawCall,
@@ -14,7 +14,7 @@ from qerl.serve.call_forms.form import (
     read_arguments,
     typed,
 )
-from qerl.serve.call_forms.hermes import HERMES
+from qerl.tasks.call_forms.hermes import HERMES
 
 _HEAD = re.compile(r"\s*+([^<\s{]++)\s*+(?=<)")
 _NEXT = re.compile(r"\s*+(?:<arg_key>(.*?)</arg_key>\s*+<arg_value>|</tool_call>)", re.DOTALL)

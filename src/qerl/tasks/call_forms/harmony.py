@@ -5,7 +5,7 @@ Where a tokenizer has no such tokens: commentary to=functions.NAME json{...}.
 
 import re
 
-from qerl.serve.call_forms.form import CallForm, named_reader
+from qerl.tasks.call_forms.form import CallForm, named_reader
 
 TO = "commentary to=functions."
 """Before the name of the function."""

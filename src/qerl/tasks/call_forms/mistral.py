@@ -5,7 +5,7 @@ A list, or names with their objects, that are the whole answer are read without 
 
 import re
 
-from qerl.serve.call_forms.form import CallForm, Reading, Schemas, json_reader, named_reader
+from qerl.tasks.call_forms.form import CallForm, Reading, Schemas, json_reader, named_reader
 
 _OPEN = "[TOOL_CALLS]"
 _NAME = re.compile(r"\s*+([\w.:/-]++)\s*+(?:\[CALL_ID\]\w++)?+(?:\[ARGS\])?+\s*+(?=\{)")
