@@ -22,6 +22,9 @@ from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.marked_text import NO_MARKERS, Markers
 from qerl.serve.reasoning import AnswerStream, ReasoningForm, reasoning_of
 from qerl.serve.tools import ToolCallStream, call_schema, with_described_tools
+from qerl.tasks.call_forms.choice import form_of
+from qerl.tasks.call_forms.form import CallForm, Schemas
+from qerl.tasks.call_forms.hermes import HERMES
 from qerl.tasks.rows.prompt import TooLongError, render_chat
 from qerl.types import Prompt, Sampling
 

@@ -27,7 +27,7 @@ from typing import Any
 from qerl.config import TaskConfig
 from qerl.errors import UserError, did_you_mean, printable, quantity, require
 from qerl.tasks.call_match import calls
-from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is_environment
+from qerl.tasks.environment import COLUMN, Call, EnvironmentReply, EnvironmentWorker, by_row, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.group_rewards import GROUP_REWARDS
 from qerl.tasks.higher_lower import higher_lower
@@ -93,8 +93,9 @@ class RewardPool:
         self._names, self.has_rewards = list(map(name_of, named)), bool(named)
         """has_rewards: False only in distillation without a reward: samples then have none."""
         pairs = list(zip(functions, weights, strict=True))
-        made = _environment(functions)
-        self.environment = None if made is None else entries[functions.index(made)]
+        made = _environment(pairs)
+        self._kinds = tuple(getattr(made, "kinds", ()))
+        self.environment = next((e for e, f in zip(entries, functions, strict=True) if f is made), made)
         """The environment's class, or its entry in config.rewards; None without one."""
         self.scores_episodes = callable(getattr(made, "score", None))
         self.extends_prompt = bool(getattr(made, "extends_prompt", False))
@@ -103,7 +104,8 @@ class RewardPool:
         pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel | OwnJudge)]
         of_user = [f for entry, f in zip(entries, functions, strict=True) if not _is_built_in(entry)]
         self._episode_weight: float = next((weight for each, weight in pairs if each is made), 1.0)
-        self._functions = RewardFunctions([pair for pair in pairs if pair[0] is not made], of_user, config)
+        pairs = [pair for pair in pairs if not is_environment(pair[0])]
+        self._functions = RewardFunctions(pairs, of_user, config)
         self._tally = RewardTally(
             [*map(name_of, self._functions.functions), *(name_of(each) for each, _ in self._models)]
         )
@@ -149,6 +151,8 @@ class RewardPool:
 
     def check(self, prompt: Prompt) -> None:
         """Raise UserError if the functions need a column that the prompt, and so the data set, lacks."""
+        needs = f"no column {COLUMN} that names one of {', '.join(self._kinds)}"
+        require(not self._kinds or COLUMN in prompt.columns, f"task.rewards: the data has {needs}")
         known = {*RESERVED, *prompt.columns}
         missing = ((name_of(each), missing_arguments(each, known)) for each in self._functions.functions)
         check_reward_columns(prompt.columns, self._answer_column, missing)
@@ -304,19 +308,19 @@ def _is_built_in(entry: Any) -> bool:
     return isinstance(entry, str) and entry in REWARDS
 
 
-def _environment(functions: Sequence[Reward]) -> Reward | None:
-    """Return the environment among the functions, if there is one; raise UserError for two of them."""
-    for function in filter(inspect.isclass, functions):
+def _environment(pairs: Sequence[tuple[Reward, float]]) -> Reward | None:
+    """Return the environment among the functions and their weights, if there is one; of several, one that is
+    that of the row."""
+    for function in (function for function, _ in pairs if inspect.isclass(function)):
         if not is_environment(function):
             raise UserError(
                 f"task.rewards: {name_of(function)} is a class, but not an environment:"
                 " an environment has reset(row, seed) and step(completion)"
             )
-    environments = list(filter(is_environment, functions))
-    if len(environments) > 1:
-        named = ", ".join(map(name_of, environments))
-        raise UserError(f"task.rewards may name one environment, got {named}")
-    return environments[0] if environments else None
+    kinds = {name_of(each): (each, weight) for each, weight in pairs if is_environment(each)}
+    if len(kinds) > 1:
+        return by_row(kinds)
+    return next((each for each, _ in kinds.values()), None)
 
 
 def _started(
