@@ -42,7 +42,7 @@ from qerl.models.loader import build_decoder
 from qerl.models.quantize.awq import BATCH_TOKENS, ScaledCheckpoint, awq, collect_inputs, run_sequences
 from qerl.tasks import RewardPool, Task
 from qerl.tasks.reward import format_failures
-from qerl.tasks.rows import gym_rows
+from qerl.tasks.rows.table import gym_rows
 from qerl.training.rollouts.evaluation import EVALUATION_STEP, sample_and_score, sampled_tokens, summarize
 from qerl.training.rollouts.rollout import step_request
 from qerl.types import Group, Prompt

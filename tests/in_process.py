@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.tasks import majority_vote, reward, template_process
-from qerl.tasks.scoring import values_of
+from qerl.tasks import majority_vote, reward, reward_calls, template_process
+from qerl.tasks.scoring import score
 from qerl.tasks.worker_pool import Jobs, WorkerPool
 
 
@@ -40,7 +40,7 @@ def _copied(value: Any) -> Any:
 
 
 def _pool(work: Callable[[Any], Any], **settings: Any) -> WorkerPool:
-    is_plain = isinstance(work, functools.partial) and work.func is values_of
+    is_plain = isinstance(work, functools.partial) and work.func is score
     if is_plain and not any(hasattr(function, "notice") for function in work.args[0]):
         return InProcessPool(work, **settings)
     return WorkerPool(work, **settings)
@@ -55,6 +55,7 @@ def _render(_: object, tokenizer: Any, messages: Any, options: dict[str, Any]) -
 
 def install_pools(patch: Any) -> None:
     patch.setattr(reward, "WorkerPool", _pool)
+    patch.setattr(reward_calls, "WorkerPool", _pool)
     patch.setattr(majority_vote, "WorkerPool", InProcessPool)
 
 

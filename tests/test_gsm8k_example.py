@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny_run
-from qerl.tasks import rows
-from qerl.tasks.rows import open_rows
+from qerl.tasks.rows.table import open_rows, table
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k.py"
 TINY = ["--steps", "2", "--prompts", "2", "--samples", "2", "--max-tokens", "5", "--evaluate", "4"]
@@ -64,9 +63,9 @@ def test_rows_of_the_hub_are_read_with_the_test_split_held_out(example, monkeypa
     def hub(name, split, *more):
         asked.append((name, split))
         given = {"name": name, "num_rows": 40, "columns": ("question", "answer"), "prompt_column": None}
-        return rows.RowTable(**given, get=ROWS.__getitem__, values=lambda column: [r[column] for r in ROWS])
+        return table.RowTable(**given, get=ROWS.__getitem__, values=lambda column: [r[column] for r in ROWS])
 
-    monkeypatch.setattr(rows, "_hub", hub)
+    monkeypatch.setattr(table, "_hub", hub)
     monkeypatch.setattr(sys, "argv", ["gsm8k.py"])
     config = example.run_config(example.parse())
     train, held_out = open_rows(config.task)

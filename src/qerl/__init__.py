@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from qerl import config
     from qerl.api import Policy, PolicyLearner, load
     from qerl.config import RunConfig, recipes
+    from qerl.tasks.scoring import batch_reward, group_reward
     from qerl.types import Group, Prompt, Sample, Sampling
 
 __all__ = [
@@ -22,7 +23,9 @@ __all__ = [
     "Sample",
     "Sampling",
     "UserError",
+    "batch_reward",
     "config",
+    "group_reward",
     "load",
     "recipes",
     "train",
@@ -31,6 +34,7 @@ _MODULES = {
     "qerl.config": ("config", "RunConfig"),
     "qerl.config.recipes": ("recipes",),
     "qerl.types": ("Group", "Prompt", "Sample", "Sampling"),
+    "qerl.tasks.scoring": ("batch_reward", "group_reward"),
     "qerl.api": ("Policy", "PolicyLearner", "load"),
 }
 

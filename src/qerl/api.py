@@ -54,8 +54,8 @@ from qerl.models.peft.adapter import adapter_tensors, load_adapter
 from qerl.models.peft.peft_names import peft_tensors
 from qerl.models.peft.peft_reader import read_adapter
 from qerl.models.policy_model import PolicyModel
-from qerl.tasks.conversation import messages_of
-from qerl.tasks.prompt import BadRow, render_chat, set_template_date
+from qerl.tasks.rows.conversation import messages_of
+from qerl.tasks.rows.prompt import BadRow, render_chat, set_template_date
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import check_prompt_fits, load_sampler, load_tokenizer_and_limit

@@ -19,7 +19,7 @@ from qerl.serve.agents.function import with_absolute_paths
 from qerl.serve.agents.openenv import OpenEnvAgent, action_of
 from qerl.serve.agents.verifiers import VerifiersAgent, put_uv_on_path
 from qerl.tasks import env_packages
-from qerl.tasks.rows import open_rows
+from qerl.tasks.rows.table import open_rows
 
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")

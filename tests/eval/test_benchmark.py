@@ -21,7 +21,7 @@ from qerl.eval.catalog import BENCHMARKS, parse_benchmark, parse_benchmarks
 from qerl.eval.run import table
 from qerl.tasks import majority_vote
 from qerl.tasks.majority_vote import VotePool, votes
-from qerl.tasks.rows import open_rows
+from qerl.tasks.rows.table import open_rows
 from qerl.tasks.worker_pool import WorkerPool
 from qerl.tracking.progress import silent
 from qerl.training.rollouts.evaluation import EVALUATION_STEP

@@ -12,11 +12,11 @@ import pytest
 
 import tiny_run
 from faults import runs
+from material import group
 from qerl.config import TaskConfig
 from qerl.tasks import RewardPool
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.tasks.worker_process import MAX_PRINTED, MORE_TASKS
-from tasks.material import group
 
 BAD = """
 import os, pathlib, signal, time

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import tiny_run
+from material import CHATML, tokenizer
 from qerl.errors import UserError
 from qerl.tasks import template_process
-from qerl.tasks.prompt import render_chat
+from qerl.tasks.rows.prompt import render_chat
 from qerl.tasks.worker_process import OWN_ENDS, fork_process
-from tasks.material import CHATML, tokenizer
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 DOUBLING = (

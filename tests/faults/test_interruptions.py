@@ -17,7 +17,7 @@ from learner.samples import random_groups
 from learner.tiny import VOCAB, tiny_learner
 from qerl.config import RunConfig
 from qerl.errors import RunError, redact
-from qerl.tasks.scoring import Failure, reward_arguments, values_of
+from qerl.tasks.scoring import Failure, RewardCall, reward_arguments, score
 from qerl.tracking.provenance import run_facts
 
 HELD = """
@@ -209,7 +209,7 @@ def test_what_a_reward_raised_leaves_its_process_without_keys(monkeypatch):
     def leaks(completions):
         raise ValueError(f"401 {KEYS['JUDGE_SECRET']}")
 
-    failure = values_of([leaks], reward_arguments("p", "c", [1], {}))
+    failure = score([leaks], RewardCall((0,), reward_arguments("p", "c", [1], {})))
     place = f"test_interruptions.py:{leaks.__code__.co_firstlineno + 1}"
     assert failure == Failure("raised ValueError", f"leaks: 401 *** ({place})")
 

@@ -19,13 +19,13 @@ import torch
 
 import tiny_run
 from faults import runs
+from material import group
 from qerl.algo.advantage import ADVANTAGES
 from qerl.config import TaskConfig
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import format_failures
 from qerl.tasks.scoring import MAX_REWARD, Failure, finite_number
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
-from tasks.material import group
 
 RUN = os.getpid()
 STOP = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}

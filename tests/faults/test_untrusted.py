@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_run
 from faults import runs
+from material import tokenizer
 from qerl.cli import main
 from qerl.config import AdapterConfig, TaskConfig
 from qerl.config.stored import read_config_file
@@ -26,12 +27,11 @@ from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.peft.peft_reader import adapter_config, read_adapter
 from qerl.tasks import Task
-from qerl.tasks.prompt import render_chat
+from qerl.tasks.rows.prompt import render_chat
 from qerl.tracking.atomic_file import read_object
 from qerl.tracking.json_lines import JsonLines, decode
 from qerl.tracking.report.read import read_run
 from stored_samples import checked_line
-from tasks.material import tokenizer
 
 EXAMPLES = int(sys.argv[1]) if __name__ == "__main__" else 60
 quick = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -206,6 +206,7 @@ def logged_metrics() -> set[str]:
         *keys_of("training/rollouts/distil.py", "sample"),
         *keys_of("training/rollouts/partial.py", "_metrics", "_cache_metrics"),
         *keys_of("training/rollouts/overlap.py", "metrics"),
+        *keys_of("tasks/reward_calls.py", "_split", "_of_group"),
         *keys_of("tracking/journal.py", "_record", "step"),
         *keys_of("training/run_checkpoints.py", "_take"),
         *ray_metrics(),

@@ -6,9 +6,9 @@ import random
 import jinja2
 import pytest
 
-from qerl.serve.call_forms.choice import FORMS, form_of
-from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.tools import ToolCallStream
+from qerl.tasks.call_forms.choice import FORMS, form_of
+from qerl.tasks.call_forms.hermes import HERMES
 
 CALLS = [
     ("add", {"a": 1, "b": [True, None, {"c": "}"}]}),

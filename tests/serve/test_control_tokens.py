@@ -8,11 +8,11 @@ from test_token_text import load
 from tokenizers import AddedToken
 
 from qerl.engine.sampling.detokenizer import Detokenizer
-from qerl.serve.call_forms.choice import FORMS, form_of
 from qerl.serve.marked_text import Markers, spelled, unmarked
 from qerl.serve.stream import TokenStream, marked_text
 from qerl.serve.token_text import TokenBytes
 from qerl.serve.tools import ToolCallStream
+from qerl.tasks.call_forms.choice import FORMS, form_of
 from qerl.types import Sample, TokenLogprob
 from serve import parts
 from serve.test_call_forms import CALLS, SCHEMAS, TEMPLATES, pieces_of, written

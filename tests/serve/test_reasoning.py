@@ -7,10 +7,10 @@ import typing
 import pytest
 from test_control_tokens import model_of
 
-from qerl.serve.call_forms.choice import FORMS, form_of
 from qerl.serve.marked_text import Markers
 from qerl.serve.reasoning import THINK, AnswerStream, reasoning_of
 from qerl.serve.tools import ToolCallStream
+from qerl.tasks.call_forms.choice import FORMS, form_of
 from serve import parts
 from serve.test_call_forms import CALLS, SCHEMAS, TEMPLATES, pieces_of, written
 

@@ -6,19 +6,19 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from material import jsonl
-from material import tokenizer as chatml_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from material import jsonl
+from material import tokenizer as chatml_tokenizer
 from qerl.config import SftConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.models.checkpoint.source import BUILT_IN
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.tasks.chat_tokens import allow_special_tokens
-from qerl.tasks.demonstrations import Demonstrator
-from qerl.tasks.prompt import Renderer, chat_reply_tokens, join_messages, plain_reply_tokens, render_chat
-from qerl.tasks.rows import open_rows
+from qerl.tasks.rows.demonstrations import Demonstrator
+from qerl.tasks.rows.prompt import Renderer, chat_reply_tokens, join_messages, plain_reply_tokens, render_chat
+from qerl.tasks.rows.table import open_rows
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

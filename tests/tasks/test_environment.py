@@ -1,21 +1,24 @@
 """The environments' process: valid replies, and failures that affect one sample only."""
 
 import asyncio
+import dataclasses
 import os
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from material import CHATML, END, START, tokenizer
 
+from material import CHATML, END, START, sample, tokenizer
 from qerl.config import EnvironmentConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, EnvironmentReply
 from qerl.tasks.higher_lower import higher_lower
-from qerl.tasks.prompt import chat_reply_tokens, plain_reply_tokens
 from qerl.tasks.reward import resolve
+from qerl.tasks.rows.prompt import chat_reply_tokens, plain_reply_tokens
+from qerl.training.rollouts.rollout import environment_metrics
+from qerl.types import Group, Prompt
 
 
 class Text(str):
@@ -241,9 +244,53 @@ def test_numbers_of_numpy_are_numbers(pool):
     assert stepped(one, "numpy") == [EnvironmentReply([], 0.5, True)]
 
 
-def test_only_one_environment_may_be_among_the_rewards():
-    with pytest.raises(UserError, match=r"may name one environment, got Echo, Plain"):
-        RewardPool(TaskConfig(), [Echo, Plain])
+class Double:
+    """Says its text twice; it has a score at the end and no seed."""
+
+    def reset(self, row):
+        self.row = row
+
+    def step(self, completion):
+        return completion * 2, 2.0, True
+
+    def score(self, messages):
+        return float(len(messages))
+
+
+def test_a_row_names_the_environment_that_plays_it():
+    config = TaskConfig(rewards=("x", "y"), reward_weights=(1.0, 0.5))
+    with RewardPool(config, [Echo, Double]) as pool:
+        rows = [{"environment": name, "prompt": "?", "opening": "hi"} for name in ("Echo", "Double", "Other")]
+        calls = [Call("reset", (0, i), row, 7) for i, row in enumerate(rows)]
+        first, second, other = pool.play(calls)
+        assert (first.messages, second.messages) == ([{"role": "user", "content": "hi"}], [])
+        assert other.cause == "not supported"
+        assert other.message.endswith("a row's environment is 'Other'; there are: Echo, Double")
+        (doubled,) = pool.play([Call("step", (0, 1), "ab")])
+        assert doubled == EnvironmentReply([{"role": "user", "content": "abab"}], 1.0, True)
+        scores = pool.play([Call("score", (0, i), [{}, {}]) for i in (0, 1)])
+        assert [score.reward for score in scores] == [None, 1.0]
+        assert pool.play([Call("close", (0, i)) for i in range(2)]) == [EnvironmentReply([])] * 2
+        with pytest.raises(UserError, match="has no column environment that names one of Echo, Double"):
+            pool.check(Prompt(index=0, text="?", tokens_T=[1], messages=None, columns={}))
+
+
+def test_metrics_are_apart_for_each_environment():
+    def group(name, *rewards):
+        messages = [{"role": "assistant", "content": "a"}] * len(rewards)
+        samples = [
+            dataclasses.replace(sample("a"), reward=r, messages=messages, failure=None if r else ("x", "y"))
+            for r in rewards
+        ]
+        prompt = Prompt(index=0, text="?", tokens_T=[1], messages=None, columns={"environment": name})
+        return Group(prompt=prompt, samples_G=samples)
+
+    metrics = environment_metrics([group("Echo", 1.0, None), group("a b", 3.0), group("Echo", 2.0)])
+    assert metrics == {
+        **{"reward_in_Echo": 1.5, "turns_in_Echo": pytest.approx(5 / 3), "failed_in_Echo": 1},
+        **{"reward_in_a_b": 3.0, "turns_in_a_b": 1, "failed_in_a_b": 0},
+    }
+    assert environment_metrics([group(None, 1.0)]) == {}
 
 
 def test_a_class_that_is_no_environment_is_refused_by_name():

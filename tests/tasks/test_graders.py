@@ -1,12 +1,12 @@
 from fractions import Fraction
 
 import pytest
-from test_rows import SUMS
 
+from material import SUMS
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.graders import BUILT_IN, last_number
-from qerl.tasks.rows import gym_rows
+from qerl.tasks.rows.table import gym_rows
 
 
 def graded(name, completion, answer=None, **fields):

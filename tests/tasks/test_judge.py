@@ -15,7 +15,8 @@ from qerl.cli.main import command
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.judge import KEY_VARIABLE, JudgeFailed, Ledger
+from qerl.tasks.judge import KEY_VARIABLE, Ledger
+from qerl.tasks.rubric import JudgeFailed
 from qerl.types import Group, Prompt, Sample
 
 REPLIES = {

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from material import group, tokenizer
-from test_rows import SUMS
 
+from material import SUMS, group, tokenizer
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool, Task

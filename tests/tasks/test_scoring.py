@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.tasks.scoring import Failure, missing_arguments, reward_arguments, values_of, weighted_sum
+from qerl.tasks.scoring import (
+    Failure,
+    RewardCall,
+    missing_arguments,
+    reward_arguments,
+    total,
+)
+from qerl.tasks.scoring import score as values_of
 
 PLAIN = reward_arguments("What is 1 + 2?", "It is 3", [73, 116], {"answer": "3", "level": 2})
 TALK = reward_arguments(
@@ -16,9 +23,10 @@ TALK = reward_arguments(
 )
 
 
-def score(functions, weights, call):
-    values = values_of(functions, call)
-    return values if isinstance(values, Failure) else weighted_sum(values, weights)
+def score(functions, weights, arguments):
+    """The reward of the one sample of these arguments."""
+    values = values_of(functions, RewardCall(tuple(range(len(functions))), arguments))
+    return values if isinstance(values, Failure) else total(*values, weights)
 
 
 def scored(function, call=PLAIN):

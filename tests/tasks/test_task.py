@@ -2,9 +2,8 @@ import dataclasses
 from itertools import chain
 
 import pytest
-from material import jsonl, tokenizer
-from test_rows import SUMS
 
+from material import SUMS, jsonl, tokenizer
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import Task

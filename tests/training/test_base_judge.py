@@ -89,7 +89,8 @@ class Replies:
 
 def scored(judge, *texts):
     calls = [{"prompts": ["?"], "completions": [text], "completion_ids": [[1]]} for text in texts]
-    return judge.score_calls(calls)
+    (rewards_G,) = judge.score_groups([calls])
+    return rewards_G
 
 
 def own_judge(tmp_path, **settings):

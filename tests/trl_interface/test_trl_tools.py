@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 import tiny_run
 from qerl.config import TaskConfig
 from qerl.errors import RunError, UserError
-from qerl.serve.call_forms.choice import form_of
 from qerl.tasks import RewardPool
+from qerl.tasks.call_forms.choice import form_of
 from qerl.tasks.environment import Call
 from qerl.trl import GRPOConfig, GRPOTrainer
 from qerl.trl.tools import make_environment, of_conversations, with_tool_calls
@@ -136,6 +136,35 @@ def test_an_environment_owns_data_tools_and_reward(model, tmp_path):
     assert all(sample["prompt"].startswith("[grow]<|im_start|> start ") for sample in found)
 
 
+class Mirror:
+    """Another environment, with another tool and another reward."""
+
+    def reset(self, **row) -> str:
+        assert not {"environment", "tools"} & row.keys()
+        return " look"
+
+    def turn(self) -> str:
+        """Turn around."""
+        return "done"
+
+    def get_reward(self) -> float:
+        return 5.0
+
+
+def test_rows_name_their_environment_and_are_shown_its_tools_only(model, tmp_path):
+    names = ["counter", "mirror"] * 4
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "environment": name} for name in names]
+    factory = {"counter": Counter, "mirror": Mirror}
+    GRPOTrainer(model, None, arguments(tmp_path), rows, environment_factory=factory).train()
+    with pytest.raises(UserError, match="environment of a row is 'mirror': environment_factory has counter"):
+        GRPOTrainer(model, None, arguments(tmp_path), rows, environment_factory={"counter": Counter})
+    kinds = {(s["prompt"].partition("<|im_start|>")[0], s["reward"]) for s in samples(tmp_path)}
+    assert kinds <= {("[grow]", 0.0), ("[turn]", 5.0)} and kinds
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    shown = {name: step[name] for step in steps for name in step if name.startswith("reward_in_")}
+    assert shown.items() <= {"reward_in_counter": 0.0, "reward_in_mirror": 5.0}.items() and shown
+
+
 def test_tools_are_offered_and_the_functions_get_conversations(model, tmp_path):
     def reward(completions, **kwargs):
         return [float(turns[-1]["role"] == "assistant") for turns in completions]
@@ -151,7 +180,6 @@ def test_tools_are_offered_and_the_functions_get_conversations(model, tmp_path):
 def test_what_cannot_be_done_is_refused(tmp_path):
     for more, message in (
         ({"tools": [lambda x: x]}, "^tools: "),
-        ({"environment_factory": {"a": Counter, "b": Counter}}, "environment_factory: one environment"),
         ({"environment_factory": object}, "environment_factory: its object has no reset"),
         ({"rollout_func": print}, "rollout_func is not supported"),
         ({}, "reward_funcs: there is no reward function"),

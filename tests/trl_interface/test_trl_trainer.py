@@ -116,6 +116,37 @@ def test_a_plain_prompt_is_given_as_it_is_and_rewards_get_texts(model, tmp_path)
         assert sample["reward"] == sample["num_tokens"] + 0.5 * len(text) + 100.0 * bool(text)
 
 
+def best_of_group(completions, ground_truth, **kwargs):
+    """1 for the longest samples of each prompt: a function of TRL gets all samples of a step in one list."""
+    size = kwargs["trainer_num_generations"][0]
+    assert len(completions) == len(ground_truth) == 2 * size
+    rewards = []
+    for start in range(0, len(completions), size):
+        group = completions[start : start + size]
+        rewards += [float(len(text) == max(map(len, group))) for text in group]
+    return rewards
+
+
+def test_a_reward_that_compares_the_samples_of_a_group_gets_them_all(model, tmp_path):
+    rows = [{**row, "trainer_num_generations": 4} for row in PLAIN]
+    args = arguments(tmp_path, logging_steps=1)
+    trainer = GRPOTrainer(model, [best_of_group, reward_len], args, rows)
+    trainer.train()
+    samples = lines(tmp_path)
+    for start in range(0, len(samples), 4):
+        lengths = [len(sample["text"]) for sample in samples[start : start + 4]]
+        expected = [float(length == max(lengths)) + length for length in lengths]
+        assert [sample["reward"] for sample in samples[start : start + 4]] == expected
+    best = [sample["reward"] - len(sample["text"]) for sample in samples]
+    assert set(best) == {0.0, 1.0}  # each sample alone is the longest
+    steps = lines(tmp_path, "metrics")
+    assert sum(step["rewards/best_of_group/mean"] for step in steps) / 2 == sum(best) / len(best)
+    assert [step["num_failed_reward_groups"] for step in steps] == [0, 0]
+    assert (
+        trainer.state.log_history[0]["rewards/best_of_group/mean"] == steps[0]["rewards/best_of_group/mean"]
+    )
+
+
 def test_a_conversation_is_one_and_a_function_that_gives_none_abstains(model, tmp_path):
     trainer = GRPOTrainer(
         model=model,

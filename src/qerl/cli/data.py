@@ -16,7 +16,7 @@ from qerl.errors import UserError, quantity
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # takes seconds to import
 
-    from qerl.tasks.row_view import RowView, TableView
+    from qerl.tasks.rows.view import RowView, TableView
 
 DESCRIPTION = f"""{__doc__}
 
@@ -68,13 +68,13 @@ def run(arguments: list[str]) -> None:
     options = parse_options(DataOptions, arguments, f"data {names[0]}", DataOptions(), DESCRIPTION)
     announce(f"data {names[0]}, tokens of {options.model}", sys.stderr if options.json else sys.stdout)
     from qerl.models.checkpoint.model_place import check_place
-    from qerl.tasks.rows import check_file
+    from qerl.tasks.rows.table import check_file
 
     check_file("", names[0])
     check_place(options.model)
     from qerl.models.checkpoint.source import locate
     from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
-    from qerl.tasks.row_view import view_rows  # imports transformers, which takes seconds
+    from qerl.tasks.rows.view import view_rows  # imports transformers, which takes seconds
 
     tokenizer = load_tokenizer(options.model)
     stop_ids = stop_token_ids(tokenizer, locate(options.model))
@@ -101,7 +101,7 @@ def _report(
     held_out: "TableView | None",
     tokenizer: "PreTrainedTokenizerBase",
 ) -> dict[str, Any]:
-    from qerl.tasks.row_view import leaks
+    from qerl.tasks.rows.view import leaks
 
     return {
         "kind": kind,

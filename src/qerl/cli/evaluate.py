@@ -15,8 +15,8 @@ from qerl.config.stored import read_run_config, with_start_day
 from qerl.errors import UserError, require
 from qerl.eval.catalog import BENCHMARKS, is_rows_file, parse_benchmarks
 from qerl.models.checkpoint.model_place import check_place
-from qerl.tasks.known_rows import with_known_defaults
-from qerl.tasks.rows import check_file
+from qerl.tasks.rows.known_sets import with_known_defaults
+from qerl.tasks.rows.table import check_file
 
 DESCRIPTION = f"""{__doc__}
 

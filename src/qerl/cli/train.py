@@ -25,7 +25,7 @@ from qerl.config.rates import rate_for
 from qerl.config.recipes import METHODS, PAPER, RECIPES, plain
 from qerl.config.task import is_environment_name
 from qerl.errors import UserError, did_you_mean_folder, quantity, require
-from qerl.tasks.rows import check_file
+from qerl.tasks.rows.table import check_file
 
 USAGE = """\
 usage: qerl train RECIPE [OPTIONS]

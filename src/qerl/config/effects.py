@@ -44,6 +44,7 @@ NEEDS: dict[str, str] = {
     "task.rewards": _REWARDS,
     "task.reward_weights": _REWARDS,
     "task.reward_timeout_s": _REWARDS,
+    "task.reward_scope": _REWARDS,
     "task.reward_workers": _REWARDS,
     "task.reward_overlap": _REWARDS,
     "task.code": "task.rewards has code",

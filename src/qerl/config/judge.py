@@ -7,7 +7,7 @@ from typing import Literal
 from qerl.config.check import check_not_negative, check_positive
 from qerl.errors import require
 
-RUBRIC = """\
+_EACH = """\
 Rate the answer to the question below from {min_score} to {max_score}: {max_score} is correct, complete and \
 clear, {min_score} is wrong or empty.
 Think in a few sentences, then end with one line: Score: N
@@ -20,6 +20,38 @@ Think in a few sentences, then end with one line: Score: N
 {completion}
 </answer>
 """
+
+_LIST = """\
+Below are a question and {num_completions} answers. Compare the answers, and rate each from {min_score} to \
+{max_score}: a better answer has a higher score, and answers that are equally good have the same one.
+Think in a few sentences, then end with one line for each answer, in this order: Answer K, Score: N
+
+<question>
+{prompt}
+</question>
+
+{completions}
+"""
+_PAIRS = """\
+Below are a question and two answers. Compare them, and rate each from {min_score} to {max_score}: the \
+better one has the higher score, and two that are equally good have the same one.
+Think in a few sentences, then end with two lines: First, Score: N and Second, Score: N
+
+<question>
+{prompt}
+</question>
+
+<first>
+{first}
+</first>
+
+<second>
+{second}
+</second>
+"""
+RUBRICS = {"none": _EACH, "list": _LIST, "pairs": _PAIRS}
+"""The rubric by task.judge.compare."""
+_FIELDS = {"none": (), "list": ("completions",), "pairs": ("first", "second")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +66,22 @@ class JudgeConfig:
     model: str | None = None
     """Name of the model in requests; None: the first that the endpoint lists."""
 
-    rubric: str = RUBRIC
+    compare: Literal["none", "list", "pairs"] = "none"
+    """none: rate each sample alone. list: rate all samples of a prompt in one request, relative to each
+    other. pairs: compare two at a time; a sample's reward is the share of comparisons that it wins, a draw
+    counts half. Samples with the same text are shown once."""
+
+    rounds: int | None = 2
+    """With pairs: a sample is compared with this many after it, in a circle; None: with all others."""
+
+    rubric: str | None = None
     """Question to the judge; {prompt}, {completion}, {min_score}, {max_score} and the row's columns in braces
-    are filled in. @FILE reads it from a file."""
+    are filled in; with list {completions} and {num_completions}, with pairs {first} and {second}. @FILE reads
+    it from a file. None: one for task.judge.compare."""
 
     pattern: str = r"score\W{0,5}(-?\d+(?:\.\d+)?)"
-    """Regular expression of the score in the judge's reply, upper or lower case; the last match counts."""
+    """Regular expression of the score in the judge's reply, upper or lower case; the last match counts, of
+    several samples the last ones, in their order."""
 
     min_score: float = 0.0
     """Lowest score; the reward is 0 there."""
@@ -79,6 +121,7 @@ class JudgeConfig:
     def __post_init__(self):
         check_positive(self, "max_tokens", "timeout_s", prefix="task.judge.")
         check_positive(self, "requests_per_minute", "max_requests", "max_cost", prefix="task.judge.")
+        check_positive(self, "rounds", prefix="task.judge.")
         check_not_negative(self, "retries", prefix="task.judge.")
         check_not_negative(self, "price_per_million_input", "price_per_million_output", prefix="task.judge.")
         require(
@@ -91,6 +134,11 @@ class JudgeConfig:
         except re.error as error:
             groups = f"not a regular expression: {error}"
         require(groups == 1, f"task.judge.pattern must have one group, the score: {groups}")
+        rubric = self.rubric or ""
+        missing = [f"{{{name}}}" for name in _FIELDS[self.compare] if f"{{{name}}}" not in rubric]
+        is_given = rubric != "" and not rubric.startswith("@")
+        needs = f"must contain {' and '.join(missing)} where task.judge.compare is {self.compare}"
+        require(not (is_given and missing), f"task.judge.rubric {needs}")
         has_price = self.price_per_million_input > 0 or self.price_per_million_output > 0
         require(self.max_cost is None or has_price, "task.judge.max_cost needs a price per million tokens")
 

@@ -124,16 +124,20 @@ class TaskConfig:
     5 %, at least 32 and at most 256."""
 
     rewards: tuple[str, ...] = ("numeric",)
-    """Built-in rewards (exact, numeric, math, tags, gym, code, judge, reward_model, higher_lower),
-    module:function, or file.py:function. One of them may be an environment, a class with reset and step:
-    docs/environments.md."""
+    """Built-in rewards (exact, numeric, math, tags, gym, code, calls, judge, reward_model, length,
+    length_rank, diversity, higher_lower), module:function, or file.py:function. One of them may be an
+    environment, a class with reset and step: docs/environments.md."""
 
     reward_weights: tuple[float, ...] = ()
     """One weight per reward; empty means 1 each."""
 
     reward_timeout_s: float = 10.0
-    """A reward that takes longer on one sample, or an environment on one call, is killed and the sample gets
+    """A reward, or an environment, that takes longer for one call is killed, and the samples of the call get
     no reward."""
+
+    reward_scope: Literal["sample", "group", "batch"] = "sample"
+    """Samples in one call of one's own functions, unless a decorator says it (docs/own-reward.md): one, all
+    of a prompt, or all of a step."""
 
     reward_workers: int = 2
     """Number of processes that compute rewards."""
@@ -151,7 +155,7 @@ class TaskConfig:
     answer_column."""
 
     judge: JudgeConfig = JudgeConfig()
-    """Settings of the reward `judge`, a model that rates samples by a rubric."""
+    """Settings of the reward `judge`, a model that rates samples by a rubric, each alone or compared."""
 
     reward_model: RewardModelConfig = RewardModelConfig()
     """Settings of the reward `reward_model`, a sequence classifier."""

@@ -14,7 +14,7 @@ from qerl.config.options import GenerateOptions
 from qerl.errors import UserError
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.stream import TextStream
-from qerl.tasks.prompt import join_messages, render_chat
+from qerl.tasks.rows.prompt import join_messages, render_chat
 from qerl.training.signals import StopSignal
 from qerl.types import GenerateRequest, Prompt, Sample, Sampling
 

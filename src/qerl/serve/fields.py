@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from starlette.exceptions import HTTPException
 
 from qerl.config.options import ServeOptions
-from qerl.tasks.row_values import depth_of
+from qerl.tasks.rows.values import depth_of
 
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _NEUTRAL = {

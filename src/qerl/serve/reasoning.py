@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from qerl.serve.call_forms.choice import template_text
-from qerl.serve.call_forms.harmony import TO
 from qerl.serve.marked_text import Markers, spelled, unmarked
 from qerl.serve.tools import ParsedCall, ToolCallStream, num_shared
+from qerl.tasks.call_forms.choice import template_text
+from qerl.tasks.call_forms.harmony import TO
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

@@ -17,16 +17,16 @@ from qerl.engine.sampling.prompt_logprobs import PromptLogprobs
 from qerl.errors import UserError
 from qerl.serve.adapters import ServedAdapters
 from qerl.serve.batcher import PendingRequest
-from qerl.serve.call_forms.choice import form_of
-from qerl.serve.call_forms.form import CallForm, Schemas
-from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody, unknown_model
 from qerl.serve.grammar import Grammar, Grammars
 from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.marked_text import NO_MARKERS, Markers
 from qerl.serve.reasoning import AnswerStream, ReasoningForm, reasoning_of
 from qerl.serve.tools import ToolCallStream, call_schema, with_described_tools
-from qerl.tasks.prompt import TooLongError, render_chat
+from qerl.tasks.call_forms.choice import form_of
+from qerl.tasks.call_forms.form import CallForm, Schemas
+from qerl.tasks.call_forms.hermes import HERMES
+from qerl.tasks.rows.prompt import TooLongError, render_chat
 from qerl.types import Prompt, Sampling
 
 # Arguments of the functions that render, `self` too, which are no variables of a template.

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.serve.call_forms.form import CallForm, RawCall, Schemas, bare_calls, may_be_bare
-from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.marked_text import NO_MARKERS, Markers, spelled, unmarked
+from qerl.tasks.call_forms.form import CallForm, RawCall, Schemas, bare_calls, may_be_bare
+from qerl.tasks.call_forms.hermes import HERMES
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HOW_TO_CALL = f'To call one, answer with {_OPEN}{{"name": NAME, "arguments": {{...}}}}{_CLOSE}'

@@ -11,12 +11,12 @@ from pathlib import Path
 from qerl.config import DpoConfig, SftConfig, TaskConfig
 from qerl.errors import UserError, did_you_mean, require
 from qerl.tasks.graders import NEED_ANSWER
-from qerl.tasks.known_rows import open_prompt_rows
-from qerl.tasks.prompt import prompt_columns, prompt_kind
 from qerl.tasks.reward import REWARDS
-from qerl.tasks.rows import RowTable, check_file, open_rows
+from qerl.tasks.rows.known_sets import open_prompt_rows
+from qerl.tasks.rows.prompt import prompt_columns, prompt_kind
+from qerl.tasks.rows.sft_rows import form_of_rows, tables_of
+from qerl.tasks.rows.table import RowTable, check_file, open_rows
 from qerl.tasks.scoring import RESERVED, check_reward_columns
-from qerl.tasks.sft_rows import form_of_rows, tables_of
 
 _MAX_BYTES = 50_000_000  # larger files are opened once, later
 _BINDERS = frozenset({"globals", "exec", "setattr", "vars"})
@@ -98,7 +98,13 @@ def _defined(name: str, field: str) -> Iterator[_Function]:
     bound = set(_bound(tree))
     hint = did_you_mean(attribute, [node.name for node in plain])
     require(attribute in bound or "*" in bound, f"{field} {name}: {place} has no {attribute!r}{hint}")
-    yield from (node for node in plain[::-1] if node.name == attribute and not node.decorator_list)
+    yield from (node for node in plain[::-1] if node.name == attribute and _keeps_arguments(node))
+
+
+def _keeps_arguments(function: _Function) -> bool:
+    """True if the function has no decorator but those of qerl, which say what it sees."""
+    names = {ast.unparse(each).rpartition(".")[2] for each in function.decorator_list}
+    return names <= {"group_reward", "batch_reward"}
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:

@@ -9,6 +9,8 @@ be async; `seed`, `close()` and `score(messages)` are optional: the latter is ca
 sample has ended, and its number is added. The seed is a function of (seed, step, prompt): all samples of a
 prompt get the same episode, so their rewards are comparable, and so does a resumed run.
 
+Where there are several classes, the column `environment` of a row names its own (`by_row`).
+
 All environments of a run share one forked process and one event loop, so thousands can wait at once. Each
 call has a deadline. Time in which other code blocks the loop does not count. Code that blocks the loop until
 its deadline is interrupted by a signal; if that fails, the process is killed, and all unfinished samples
@@ -21,12 +23,13 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from qerl.config import EnvironmentConfig
+from qerl.errors import require
 from qerl.tasks.event_loop import GuardedLoop, InvalidReturn
-from qerl.tasks.row_values import is_unicode
-from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, name_of
+from qerl.tasks.rows.values import is_unicode
+from qerl.tasks.scoring import NOT_SUPPORTED, Failure, awaited, failure_of, finite_number, name_of
 
 _IS_ERROR = re.compile(r"\W*(an )?error\b", re.IGNORECASE)
 
@@ -61,6 +64,59 @@ def is_environment(function: Any) -> bool:
     return all(callable(getattr(function, name, None)) for name in ("reset", "step"))
 
 
+COLUMN = "environment"
+"""The column that names a row's environment, if there are several."""
+
+
+class RowEnvironment:
+    """The environment that the row names; `by_row` derives the class of a run."""
+
+    kinds: ClassVar[dict[str, tuple[Callable[[], Any], float]]] = {}
+    """Classes and weights by name."""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Any:
+        name = row.get(COLUMN)
+        if name not in self.kinds:
+            there_are = f"there are: {', '.join(self.kinds)}"
+            raise InvalidReturn(NOT_SUPPORTED, f"a row's {COLUMN} is {name!r}; {there_are}")
+        kind, self._weight = self.kinds[name]
+        self._environment = kind()
+        return await awaited(self._environment.reset(row, **_seed_option(self._environment, seed)))
+
+    async def step(self, completion: str) -> Any:
+        result = await awaited(self._environment.step(completion))
+        is_whole = isinstance(result, tuple) and len(result) == 3
+        return (result[0], self._weighted(result[1]), result[2]) if is_whole else result
+
+    async def score(self, messages: Messages) -> Any:
+        score = getattr(self._environment, "score", None)
+        return None if score is None else self._weighted(await awaited(score(messages)))
+
+    async def close(self) -> None:
+        close = getattr(getattr(self, "_environment", None), "close", None)
+        await awaited(None if close is None else close())
+
+    def _weighted(self, value: Any) -> Any:
+        number = _number(value)
+        return None if number is None else self._weight * number
+
+
+def by_row(kinds: dict[str, tuple[Any, float]]) -> type[RowEnvironment]:
+    """Return an environment that is, for each row, the one that its column names."""
+    classes = [kind for kind, _ in kinds.values()]
+    extends = {bool(getattr(kind, "extends_prompt", False)) for kind in classes}
+    require(len(extends) == 1, f"task.rewards: of {', '.join(kinds)} only some continue the prompt's message")
+    attributes: dict[str, Any] = {"kinds": kinds, "extends_prompt": extends.pop()}
+    attributes["deterministic"] = all(getattr(kind, "deterministic", False) for kind in classes)
+    if not any(callable(getattr(kind, "score", None)) for kind in classes):
+        attributes["score"] = None
+    return type(", ".join(kinds), (RowEnvironment,), attributes)
+
+
+def _seed_option(environment: Any, seed: int) -> dict[str, int]:
+    return {"seed": seed} if "seed" in inspect.signature(environment.reset).parameters else {}
+
+
 class EnvironmentWorker:
     """Owns the environments of unfinished samples. Call it in the process that owns them."""
 
@@ -87,8 +143,7 @@ class EnvironmentWorker:
     async def _reply(self, call: Call) -> EnvironmentReply:
         if call.name == "reset":
             environment = self._live[call.key] = self._make()
-            takes_seed = "seed" in inspect.signature(environment.reset).parameters
-            options = {"seed": call.seed} if takes_seed else {}
+            options = _seed_option(environment, call.seed)
             return EnvironmentReply(_messages(await awaited(environment.reset(call.content, **options))))
         if call.name == "close":
             environment = self._live.pop(call.key, None)

@@ -23,7 +23,7 @@ from qerl.errors import UserError
 from qerl.tasks.answer import between, final_answers, gold_answer
 from qerl.tasks.code import code
 from qerl.tasks.math_equal import is_equal
-from qerl.tasks.rows import gym_dataset
+from qerl.tasks.rows.table import gym_dataset
 
 Reward = Callable[..., Any]
 """f(prompts, completions, completion_ids, **columns) -> list[float | None], or a coroutine of it."""
@@ -114,7 +114,7 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
     return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
-NEED_ANSWER = ("exact", "numeric", "math", "code")
+NEED_ANSWER = ("exact", "numeric", "math", "code", "calls")
 """Rewards that read task.answer_column."""
 
 _COMPARISONS: dict[str, Callable[[str, Any], bool]] = {

@@ -1,4 +1,4 @@
-"""The reward `judge`: a model behind an OpenAI-compatible endpoint rates each sample by a rubric.
+"""The reward `judge`: a model behind an OpenAI-compatible endpoint rates samples by a rubric (rubric.py).
 
     reward = (score - min_score) / (max_score - min_score)        score: the last one in the judge's reply
 
@@ -11,7 +11,6 @@ QERL_JUDGE_KEY, and nowhere else.
 import contextlib
 import hashlib
 import json
-import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -22,7 +21,8 @@ from qerl.config import JudgeConfig, TaskConfig
 from qerl.config.cache import cache_folder
 from qerl.errors import UserError, require
 from qerl.tasks.openai_client import OpenAIClient, RequestFailed
-from qerl.tasks.scoring import Text
+from qerl.tasks.rubric import JudgeFailed, JudgeRequest, rubric_of
+from qerl.tasks.scoring import Failure, Scope, failure_of
 
 KEY_VARIABLE = "QERL_JUDGE_KEY"
 _BUSY_S = 30.0
@@ -38,46 +38,6 @@ create table if not exists turns (
 """
 
 
-class JudgeFailed(Exception):
-    """Failure of one sample."""
-
-
-def readable(text: Text) -> str:
-    """Return a text, or the messages of a conversation with their roles; of a single one its content."""
-    if isinstance(text, str):
-        return text
-    if len(text) == 1:
-        return str(text[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in text)
-
-
-class Rubric:
-    """The question to a judge about a sample, and the reward in its reply."""
-
-    def __init__(self, settings: JudgeConfig):
-        self._settings, self._text = settings, _rubric(settings.rubric)
-
-    def message(self, prompt: str, completion: str, row: dict[str, Any]) -> str:
-        settings, fields = self._settings, {"prompt": prompt, "completion": completion}
-        fields |= {"min_score": f"{settings.min_score:g}", "max_score": f"{settings.max_score:g}"}
-        values = row | fields
-        # In one pass: braces of a sample's own text stay as they are.
-        return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), self._text)
-
-    def reward(self, reply: str) -> float:
-        """Return a number in [0, 1]; raise JudgeFailed if the reply has no score, or one out of range."""
-        settings = self._settings
-        scores = re.findall(settings.pattern, reply[-20_000:], flags=re.IGNORECASE)
-        try:
-            score = float(scores[-1])
-        except (IndexError, ValueError):
-            raise JudgeFailed(f"no score in the reply {reply[-80:]!r}") from None
-        low, high = settings.min_score, settings.max_score
-        if not low <= score <= high:
-            raise JudgeFailed(f"the score {score:g} is not in {low:g} to {high:g}")
-        return (score - low) / (high - low)
-
-
 class Judge:
     """The reward; raises UserError if its settings cannot work."""
 
@@ -87,28 +47,32 @@ class Judge:
         settings = config.judge
         require(settings.url != "", "the reward judge needs task.judge.url: the URL of an endpoint, or base")
         self._settings, self._model = settings, settings.model
-        self._rubric = Rubric(settings)
+        self._rubric = rubric_of(settings)
         self._client = OpenAIClient(
             settings.url, key_variable=KEY_VARIABLE, timeout_s=settings.timeout_s, retries=settings.retries
         )
         self._ledger = Ledger(settings)
 
-    def __call__(self, prompts: list[Text], completions: list[Text], **columns: list[Any]) -> list[float]:
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        rows = rows or [{}] * len(prompts)
-        texts = map(readable, prompts), map(readable, completions)
-        return [self._reward(*each) for each in zip(*texts, rows, strict=True)]
+    @property
+    def reward_scope(self) -> Scope:
+        return self._rubric.scope
 
-    def _reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
-        """Return a number in [0, 1]; raise JudgeFailed."""
-        message = self._rubric.message(prompt, completion, row)
-        reply = self._ledger.reply(message)
-        if reply is not None:
-            return self._rubric.reward(reply)
-        reply = self._ask(message)
-        reward = self._rubric.reward(reply)
-        self._ledger.keep(message, reply)  # only what can be read: another try may be better
-        return reward
+    def __call__(self, **arguments: list[Any]) -> list[float | Failure]:
+        """Return a number in [0, 1] for each sample of the call, or why there is none."""
+        requests = self._rubric.requests(arguments)
+        return self._rubric.rewards(arguments, [self._scores(each) for each in requests])
+
+    def _scores(self, request: JudgeRequest) -> list[float] | Failure:
+        try:
+            reply = self._ledger.reply(request.message)
+            if reply is not None:
+                return self._rubric.scores(reply, request)
+            reply = self._ask(request.message)
+            scores = self._rubric.scores(reply, request)
+        except JudgeFailed as error:
+            return failure_of("judge", error)
+        self._ledger.keep(request.message, reply)  # only what can be read: another try may be better
+        return scores
 
     def _ask(self, message: str) -> str:
         try:
@@ -217,13 +181,3 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return str(round(time.time() - time.monotonic(), -1))
-
-
-def _rubric(text: str) -> str:
-    """Return the text, or for @FILE that of the file."""
-    if not text.startswith("@"):
-        return text
-    try:
-        return Path(text[1:]).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"task.judge.rubric {text}: cannot be read: {error}") from None

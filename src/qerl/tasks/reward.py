@@ -7,12 +7,12 @@ prompts and completions are strings, or lists of messages if the prompt is a con
 template it is one); columns are the data set's. A function without **kwargs gets the arguments that it names.
 It may be `async`. The values of several functions are summed by weight; None abstains.
 
-Functions are called with one sample at a time, as lists of length one: a sample that makes a function hang,
-crash, raise or return no number loses its own reward only. 128 samples of a trivial function take about 10
-ms. A function runs in a forked process: it cannot use CUDA, and changes to its state are lost.
+Functions are called with one sample at a time, as lists of length one, unless they ask for a group or a batch
+(reward_calls.py): a sample that makes a function hang, crash, raise or return no number loses its own reward
+only. 128 samples of a trivial function take about 10 ms. A function runs in a forked process: it cannot use
+CUDA, and changes to its state are lost.
 """
 
-import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -26,41 +26,44 @@ from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError, did_you_mean, printable, quantity, require
-from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is_environment
+from qerl.tasks.call_match import calls
+from qerl.tasks.environment import COLUMN, Call, EnvironmentReply, EnvironmentWorker, by_row, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
+from qerl.tasks.group_rewards import GROUP_REWARDS
 from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.judge import Judge
 from qerl.tasks.own_judge import BASE, OwnJudge
+from qerl.tasks.reward_calls import FunctionScores, RewardFunctions
 from qerl.tasks.reward_means import RewardTally, Sums, reward_means
 from qerl.tasks.reward_model import RewardModel
 from qerl.tasks.scoring import (
     NOT_SUPPORTED,
     RESERVED,
+    Arguments,
     Failure,
+    Outcome,
+    Parts,
     check_reward_columns,
     finite_number,
     missing_arguments,
     name_of,
     reward_arguments,
-    values_of,
-    weighted_sum,
+    total,
 )
 from qerl.tasks.sources import function_sources
-from qerl.tasks.worker_pool import Jobs, WorkerPool
+from qerl.tasks.worker_pool import WorkerPool
 from qerl.types import Group, Prompt, Sample
 
 REWARDS: dict[str, Callable[[TaskConfig], Any]] = {
     **BUILT_IN,
+    **GROUP_REWARDS,
+    "calls": calls,
     "judge": lambda config: (OwnJudge if config.judge.url == BASE else Judge)(config),
     "reward_model": RewardModel,
     "higher_lower": higher_lower,
 }
-_GRADED = frozenset({"judge", "reward_model"})  # 1 is not a correct sample
-Arguments = dict[str, list[Any]]
-Outcome = float | Failure | None
+_GRADED = frozenset({"judge", "reward_model", *GROUP_REWARDS})  # 1 is not a correct sample
 RewardsPG = list[list[float | None]]
-FunctionValues = list[float | None] | Failure | None
-"""A sample's value of each function; None without functions."""
 
 
 class RewardPool:
@@ -90,36 +93,33 @@ class RewardPool:
         self._names, self.has_rewards = list(map(name_of, named)), bool(named)
         """has_rewards: False only in distillation without a reward: samples then have none."""
         pairs = list(zip(functions, weights, strict=True))
-        made = _environment(functions)
-        self.environment = None if made is None else entries[functions.index(made)]
+        made = _environment(pairs)
+        self._kinds = tuple(getattr(made, "kinds", ()))
+        self.environment = next((e for e, f in zip(entries, functions, strict=True) if f is made), made)
         """The environment's class, or its entry in config.rewards; None without one."""
         self.scores_episodes = callable(getattr(made, "score", None))
         self.extends_prompt = bool(getattr(made, "extends_prompt", False))
         self.is_deterministic = bool(getattr(made, "deterministic", False))
         self._models = [(each, weight) for each, weight in pairs if isinstance(each, RewardModel | OwnJudge)]
         pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel | OwnJudge)]
-        self._functions = [function for function, _ in pairs if function is not made]
+        of_user = [f for entry, f in zip(entries, functions, strict=True) if not _is_built_in(entry)]
         self._episode_weight: float = next((weight for each, weight in pairs if each is made), 1.0)
-        self._weights = [weight for function, weight in pairs if function is not made]
+        pairs = [pair for pair in pairs if not is_environment(pair[0])]
+        self._functions = RewardFunctions(pairs, of_user, config)
         self._tally = RewardTally(
-            [*map(name_of, self._functions), *(name_of(each) for each, _ in self._models)]
+            [*map(name_of, self._functions.functions), *(name_of(each) for each, _ in self._models)]
         )
-        memory_bytes = int(config.reward_memory_gb * 1e9)
-        self._environment_worker, self._environment_pool = _started(made, config, memory_bytes)
+        self.counts = Counter[str]()
+        """Calls of rewards for a group or a batch that failed."""
+        self._environment_worker, self._environment_pool = _started(made, config)
         self.failures, self._latest = Counter[str](), Counter[str]()
         """Samples without a reward since the last take_failures(), by cause; those of the latest call."""
         self._examples: dict[str, str] = {}
-        self._deadline_s, self._function_pool = config.reward_timeout_s, None
-        if self._functions:
-            work = functools.partial(values_of, self._functions)
-            self._function_pool = WorkerPool(
-                work, num_workers=config.reward_workers, memory_bytes=memory_bytes
-            )
 
     @property
     def notices(self) -> list[str]:
         """Lines for the log: which sandbox the reward code uses, and state of which no hash can be made."""
-        notices = (getattr(function, "notice", None) for function in self._functions)
+        notices = (getattr(function, "notice", None) for function in self._functions.functions)
         unknown = ", ".join(self._unknown_state[:5]) + ", ..." * (len(self._unknown_state) > 5)
         state = f"a resumed run cannot tell whether these of the reward have changed: {unknown}"
         return [*(text for text in notices if isinstance(text, str)), *([state] if unknown else [])]
@@ -131,7 +131,7 @@ class RewardPool:
 
     def reads_answer(self, column: str) -> bool:
         """True if a built-in reward compares with this column, or a function of the user's names it."""
-        named = any(column in missing_arguments(function, ()) for function in self._functions)
+        named = any(column in missing_arguments(function, ()) for function in self._functions.functions)
         return self._answer_column is not None or named
 
     def success_threshold(self, threshold: float | None) -> float | None:
@@ -145,14 +145,16 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        for pool in (self._function_pool, self._environment_pool):
-            if pool is not None:
-                pool.stop()
+        self._functions.stop()
+        if self._environment_pool is not None:
+            self._environment_pool.stop()
 
     def check(self, prompt: Prompt) -> None:
         """Raise UserError if the functions need a column that the prompt, and so the data set, lacks."""
+        needs = f"no column {COLUMN} that names one of {', '.join(self._kinds)}"
+        require(not self._kinds or COLUMN in prompt.columns, f"task.rewards: the data has {needs}")
         known = {*RESERVED, *prompt.columns}
-        missing = ((name_of(function), missing_arguments(function, known)) for function in self._functions)
+        missing = ((name_of(each), missing_arguments(each, known)) for each in self._functions.functions)
         check_reward_columns(prompt.columns, self._answer_column, missing)
 
     def play(self, calls: Sequence[Call]) -> list[EnvironmentReply | Failure]:
@@ -177,17 +179,22 @@ class RewardPool:
 
     def begin(self) -> "Scoring":
         """Return a Scoring, to which groups are given as they end."""
-        pool = self._function_pool
-        return Scoring(self, None if pool is None else pool.begin(deadline_s=self._deadline_s))
+        return Scoring(self, self._functions.begin(self.counts))
 
-    def total(self, groups: list[Group], calls: list[Arguments], values_S: list[FunctionValues]) -> RewardsPG:
+    def total(
+        self, groups: list[Group], calls_P_G: list[list[Arguments]], parts_P_G: list[list[Parts]]
+    ) -> RewardsPG:
         """Return the groups' rewards by the functions' values and what else there is to add, and count the
-        failures. calls and values_S: of the samples that have not failed before."""
-        outcomes_S = [self._sum(values) for values in values_S]
-        for i, (model, weight) in enumerate(self._models, start=len(self._functions)):
-            values = model.score_calls(calls)
-            self._tally.add(i, values)
-            pairs = zip(outcomes_S, values, strict=True)
+        failures. calls_P_G and parts_P_G: of the samples that have not failed before."""
+        parts_S = [parts for parts_G in parts_P_G for parts in parts_G]
+        for parts in parts_S:
+            for index, value in {} if isinstance(parts, Failure) else parts.items():
+                self._tally.add(index, [value])
+        outcomes_S = [total(parts, self._functions.weights) for parts in parts_S]
+        for i, (model, weight) in enumerate(self._models, start=len(self._functions.functions)):
+            values_S = [value for values_G in model.score_groups(calls_P_G) for value in values_G]
+            self._tally.add(i, values_S)
+            pairs = zip(outcomes_S, values_S, strict=True)
             outcomes_S = [_added(outcome, weight, value) for outcome, value in pairs]
         outcomes = iter(outcomes_S)
         failures: Counter[str] = Counter()
@@ -198,22 +205,6 @@ class RewardPool:
         self.failures += failures
         self._latest = failures
         return rewards_P_G
-
-    def _sum(self, values: FunctionValues) -> Outcome:
-        """Return the weighted sum of the functions' values, and record each."""
-        if values is None or isinstance(values, Failure):
-            return values
-        for i, value in enumerate(values):
-            self._tally.add(i, [value])
-        return weighted_sum(values, self._weights)
-
-    def take_sums(self) -> Sums:
-        """Return and reset the sum of each reward's values, before its weight, and their number."""
-        return self._tally.take()
-
-    def take_means(self) -> dict[str, float]:
-        """Return and reset the metric rewards/NAME/mean of each of several rewards."""
-        return reward_means([self.take_sums()])
 
     def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
         """Raise UserError with the most common cause if there are samples and none has a reward."""
@@ -253,6 +244,20 @@ class RewardPool:
         self.failures.clear()
         return taken
 
+    def take_sums(self) -> Sums:
+        """Return and reset the sum of each reward's values, before its weight, and their number."""
+        return self._tally.take()
+
+    def take_counts(self) -> Counter[str]:
+        """Return and reset the counts of failed calls for a group or a batch."""
+        taken = Counter(self.counts)
+        self.counts.clear()
+        return taken
+
+    def take_means(self) -> dict[str, float]:
+        """Return and reset the metric rewards/NAME/mean of each of several rewards, and the counts."""
+        return reward_means([self.take_sums()]) | dict(self.take_counts())
+
 
 class Scoring:
     """Rewards of groups that end one after the other: the functions run while others are sampled.
@@ -261,64 +266,71 @@ class Scoring:
     together: a batch of others may round differently.
     """
 
-    def __init__(self, pool: RewardPool, jobs: Jobs | None):
-        """jobs: None without reward functions."""
-        self._pool, self._jobs = pool, jobs
-        self._calls: dict[int, tuple[list[Arguments], range]] = {}
+    def __init__(self, pool: RewardPool, scores: FunctionScores | None):
+        """scores: None without reward functions."""
+        self._pool, self._scores = pool, scores
+        self._calls: dict[int, list[Arguments]] = {}
 
     @property
     def busy_s(self) -> float:
         """Seconds in which functions ran before `rewards` was called, to the time between two polls."""
-        return 0.0 if self._jobs is None else self._jobs.busy_s
+        return 0.0 if self._scores is None else self._scores.busy_s
 
     def add(self, key: int, group: Group) -> None:
         """Begin to score a group, which `rewards` gets under the same key; raise UserError as `attempt`."""
         if not self._calls:
             self._pool.check(group.prompt)
         calls = [_call(group.prompt, sample) for sample in group.samples_G if sample.failure is None]
-        self._calls[key] = calls, range(0) if self._jobs is None else self._jobs.add(calls)
+        self._calls[key] = calls
+        if self._scores is not None:
+            self._scores.add(key, calls)
 
     def poll(self) -> None:
         """Keep the workers busy; does not wait for them."""
-        if self._jobs is not None:
-            self._jobs.poll()
+        if self._scores is not None:
+            self._scores.poll()
 
     def rewards(self, keyed_P: list[tuple[int, Group]]) -> RewardsPG:
         """Return the reward of each sample of each group, those added before and others."""
         for key, group in keyed_P:
             if key not in self._calls:
                 self.add(key, group)
-        outcomes = None if self._jobs is None else self._jobs.wait()
-        calls, values_S = [], []
-        for own_calls, places in (self._calls[key] for key, _ in keyed_P):
-            calls += own_calls
-            values_S += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
-        return self._pool.total([group for _, group in keyed_P], calls, values_S)
+        keys = [key for key, _ in keyed_P]
+        calls_P_G = [self._calls[key] for key in keys]
+        if self._scores is None:
+            parts_P_G: list[list[Parts]] = [[{} for _ in calls_G] for calls_G in calls_P_G]
+        else:
+            parts_P_G = self._scores.parts(keys)
+        return self._pool.total([group for _, group in keyed_P], calls_P_G, parts_P_G)
 
 
-def _environment(functions: Sequence[Reward]) -> Reward | None:
-    """Return the environment among the functions, if there is one; raise UserError for two of them."""
-    for function in filter(inspect.isclass, functions):
+def _is_built_in(entry: Any) -> bool:
+    return isinstance(entry, str) and entry in REWARDS
+
+
+def _environment(pairs: Sequence[tuple[Reward, float]]) -> Reward | None:
+    """Return the environment among the functions and their weights, if there is one; of several, one that is
+    that of the row."""
+    for function in (function for function, _ in pairs if inspect.isclass(function)):
         if not is_environment(function):
             raise UserError(
                 f"task.rewards: {name_of(function)} is a class, but not an environment:"
                 " an environment has reset(row, seed) and step(completion)"
             )
-    environments = list(filter(is_environment, functions))
-    if len(environments) > 1:
-        named = ", ".join(map(name_of, environments))
-        raise UserError(f"task.rewards may name one environment, got {named}")
-    return environments[0] if environments else None
+    kinds = {name_of(each): (each, weight) for each, weight in pairs if is_environment(each)}
+    if len(kinds) > 1:
+        return by_row(kinds)
+    return next((each for each, _ in kinds.values()), None)
 
 
 def _started(
-    environment: Reward | None, config: TaskConfig, memory_bytes: int
+    environment: Reward | None, config: TaskConfig
 ) -> tuple[EnvironmentWorker, WorkerPool] | tuple[None, None]:
     """Start the process of the environment, if there is one."""
     if environment is None:
         return None, None
     worker = EnvironmentWorker(environment, config.environment, deadline_s=config.reward_timeout_s)
-    return worker, WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
+    return worker, WorkerPool(worker.play, num_workers=1, memory_bytes=int(config.reward_memory_gb * 1e9))
 
 
 def _added(outcome: Outcome, weight: float, value: float | Failure) -> Outcome:

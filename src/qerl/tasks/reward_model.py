@@ -55,6 +55,13 @@ class RewardModel:
             raise UserError(f"task.reward_model.label must be under {num_labels}, got {config.label}")
         self._model = model.to(config.device).eval().requires_grad_(False)
 
+    def score_groups(
+        self, calls_P_G: Sequence[Sequence[Mapping[str, list[Any]]]]
+    ) -> list[list[float | Failure]]:
+        """Return the reward of each sample of each group, as `score_calls`."""
+        values = iter(self.score_calls([call for calls_G in calls_P_G for call in calls_G]))
+        return [[next(values) for _ in calls_G] for calls_G in calls_P_G]
+
     def score_calls(self, calls: Sequence[Mapping[str, list[Any]]]) -> list[float | Failure]:
         """Return the reward of each call's sample; raise UserError if the model cannot be loaded."""
         if self._model is None and calls:

@@ -1,22 +1,24 @@
-"""Compute the reward of one sample in a worker process.
+"""Compute the values of reward functions in a worker process, and the reward of a sample.
 
     reward = sum over functions f of weight_f * value_f,   without the f that returned None;   None if all did
 
-A function is called with lists of length one and must return such a list: a number, or None to abstain.
-Anything else that it does, except ending the process, becomes a Failure with its cause.
+A function is called with lists that have one entry per sample of the call (reward_calls.py) and must return
+such a list: a number, or None to abstain. Anything else that it does, except ending the process, becomes a
+Failure with its cause.
 """
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import math
 import reprlib
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from qerl.errors import UserError, redact
+from qerl.errors import UserError, quantity, redact
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments available to every function; a column of the same name does not replace them."""
@@ -70,36 +72,87 @@ def name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def values_of(
-    functions: list[Callable[..., Any]], arguments: dict[str, list[Any]]
-) -> list[float | None] | Failure:
-    """Return what each function gives the sample; the first failure is the sample's."""
-    values: list[float | None] = []
-    for function in functions:
-        value = _value(function, arguments)
-        if isinstance(value, Failure):
-            return value
-        values.append(value)
-    return values
+Scope = Literal["sample", "group", "batch"]
+"""Samples that a reward function sees in one call: one, all of a prompt, or all of a step."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | Failure | None:
-    """Return the sum without the values that are None; None if all are."""
-    parts = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
+def group_reward(function: _Function) -> _Function:
+    """Mark a reward function, which then gets all samples of a prompt in one call."""
+    vars(function)["reward_scope"] = "group"
+    return function
+
+
+def batch_reward(function: _Function) -> _Function:
+    """Mark a reward function, which then gets all samples of a step in one call: those of a prompt are
+    neighbours. If it fails, it is called again for the samples of each prompt alone."""
+    vars(function)["reward_scope"] = "batch"
+    return function
+
+
+def scope_of(function: Callable[..., Any], default: Scope) -> Scope:
+    """Return the scope that a decorator gave the function, or else the default."""
+    while isinstance(function, functools.partial) and not hasattr(function, "reward_scope"):
+        function = function.func
+    return getattr(function, "reward_scope", default)
+
+
+Arguments = dict[str, list[Any]]
+"""Arguments of reward functions by name, each with one entry per sample."""
+Outcome = float | Failure | None
+"""Reward of a sample; None if every function abstained."""
+Parts = dict[int, float] | Failure
+"""A sample's values by the index of their function, without those that abstained; or why it has none."""
+
+
+class RewardCall(NamedTuple):
+    """RewardCall((0, 2), {"prompts": ["1 + 2?"], "completions": ["3"], "completion_ids": [[51]]})"""
+
+    functions: tuple[int, ...]
+    """Indices of the functions to call."""
+    arguments: Arguments
+
+
+def score(functions: Sequence[Callable[..., Any]], call: RewardCall) -> list[Parts] | Failure:
+    """Return the values of each sample of the call; a Failure if a function failed for all of them."""
+    num = len(call.arguments["prompts"])
+    parts_S: list[Parts] = [{} for _ in range(num)]
+    for index in call.functions:
+        values = _values(functions[index], call.arguments, num)
+        if isinstance(values, Failure):
+            return values
+        parts_S = [_added(*each, index) for each in zip(parts_S, values, strict=True)]
+        if all(isinstance(parts, Failure) for parts in parts_S):
+            break
+    return parts_S
+
+
+def total(parts: Parts, weights: Sequence[float]) -> Outcome:
+    """Return a sample's reward, the weighted sum of its values."""
+    if isinstance(parts, Failure):
+        return parts
     if not parts:
         return None
+    values = [weights[index] * value for index, value in parts.items()]
     # sum only detects overflow; fsum rounds once: 0.7 + 0.2 + 0.1 reaches a success_threshold of 1.
-    total = sum(parts)
-    return finite_number("the weighted sum", math.fsum(parts) if math.isfinite(total) else total)
+    return finite_number("the weighted sum", math.fsum(values) if math.isfinite(sum(values)) else sum(values))
 
 
-def _value(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> float | Failure | None:
+def _added(parts: Parts, value: float | Failure | None, index: int) -> Parts:
+    if isinstance(parts, Failure) or value is None:
+        return parts
+    return value if isinstance(value, Failure) else parts | {index: value}
+
+
+def _values(
+    function: Callable[..., Any], arguments: Arguments, num: int
+) -> list[float | Failure | None] | Failure:
     try:
         result = function(**_accepted_arguments(function, arguments))
         if inspect.isawaitable(result):
             result = asyncio.run(awaited(result))
-        return _checked(name_of(function), result)
-    except BaseException as error:  # SystemExit too: it fails the sample and must not end the worker
+        return _checked(name_of(function), result, num)
+    except BaseException as error:  # SystemExit too: it fails the samples and must not end the worker
         return failure_of(name_of(function), error)
 
 
@@ -149,16 +202,18 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def _checked(name: str, result: Any) -> float | Failure | None:
-    """Return the single value that a function returned."""
+def _checked(name: str, result: Any, num: int) -> list[float | Failure | None] | Failure:
+    """Return the values that a function returned, one for each sample."""
     if isinstance(result, str | dict) or not isinstance(result, Iterable):
-        return Failure("wrong length", f"{name} returned a {type(result).__name__}, not a list of one number")
+        needed = f"a list of {'one number' if num == 1 else f'{num} numbers'}"
+        return Failure("wrong length", f"{name} returned a {type(result).__name__}, not {needed}")
     values = list(result)
-    if len(values) != 1:
-        return Failure("wrong length", f"{name} returned {len(values)} values for 1 sample")
-    if values[0] is None:
-        return None
-    return finite_number(name, values[0])
+    if len(values) != num:
+        counts = f"{len(values)} values for {quantity(num, 'sample')}"
+        return Failure("wrong length", f"{name} returned {counts}")
+    return [
+        each if each is None or isinstance(each, Failure) else finite_number(name, each) for each in values
+    ]
 
 
 def finite_number(name: str, value: Any) -> float | Failure:

@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.errors import UserError, quantity
-from qerl.tasks.known_rows import open_prompt_rows
-from qerl.tasks.prompt import Renderer
-from qerl.tasks.row_checks import check_rows, examples, row_notice
+from qerl.tasks.rows.checks import check_rows, examples, row_notice
+from qerl.tasks.rows.known_sets import open_prompt_rows
+from qerl.tasks.rows.prompt import Renderer
 from qerl.types import Prompt
 
 _EPOCH, _ROUND = 1, 2  # separate random streams
@@ -88,7 +88,7 @@ class Task:
         self._iterators: dict[int, tuple[list[list[int]], Iterator[list[int]]]] = {}
 
     def notices(self, config: TaskConfig, *, reads_answer: bool) -> list[str]:
-        """Return a line for each table of which rows are skipped or misread; see row_checks.py."""
+        """Return a line for each table of which rows are skipped or misread; see rows/checks.py."""
         settings = {"reads_answer": reads_answer, "max_prompt_tokens": self._max_tokens}
         lines = [row_notice(each, config, **settings) for each in self.renderers]
         self.take_faults()  # their number is in the lines

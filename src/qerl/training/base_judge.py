@@ -13,7 +13,7 @@ from qerl.errors import UserError
 from qerl.models.decoder import Decoder
 from qerl.models.peft.adapter import adapter_off
 from qerl.models.policy_model import PolicyModel
-from qerl.tasks.prompt import render_chat
+from qerl.tasks.rows.prompt import render_chat
 from qerl.tasks.scoring import Failure
 from qerl.types import GenerateRequest, Prompt, Sampling
 

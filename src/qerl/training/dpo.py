@@ -25,7 +25,7 @@ from qerl.algo.preference import Completions, advantages, preference_loss, prefe
 from qerl.errors import UserError, quantity
 from qerl.models.peft.adapter import adapter_off, load_adapter
 from qerl.models.peft.peft_reader import read_adapter
-from qerl.tasks.preferences import Preference, mismatched
+from qerl.tasks.rows.preferences import Preference, mismatched
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.training.sft import StoredTraining
 from qerl.types import Group

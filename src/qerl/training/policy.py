@@ -29,7 +29,7 @@ from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.transformers_backend.backend import backend_of, max_positions_of
 from qerl.tasks import RewardPool, Task
 from qerl.tasks.chat_tokens import allow_special_tokens
-from qerl.tasks.prompt import set_template_date, set_template_variables
+from qerl.tasks.rows.prompt import set_template_date, set_template_variables
 from qerl.tracking.progress import ignore
 from qerl.training.rollouts.teacher import teacher_checkpoint
 from qerl.types import Prompt, Report

@@ -39,8 +39,8 @@ from qerl.tasks.code.sandbox import choose
 from qerl.tasks.env_packages import ENDPOINT_PACKAGES, require_installed, require_package
 from qerl.tasks.environment import Call
 from qerl.tasks.graders import NEED_ANSWER
-from qerl.tasks.prompt import render_chat
 from qerl.tasks.reward import format_failures, imported
+from qerl.tasks.rows.prompt import render_chat
 from qerl.tasks.scoring import Failure
 from qerl.tracking.atomic_file import finite, read_object
 from qerl.tracking.loggers import check_loggers

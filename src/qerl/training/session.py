@@ -29,10 +29,10 @@ from qerl.models.decoder import Decoder
 from qerl.models.device import resolve_device
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import RewardPool
-from qerl.tasks.demonstrations import Demonstration
 from qerl.tasks.reward import format_failures, with_absolute_path
-from qerl.tasks.rows import file_sources
-from qerl.tasks.sft_rows import SftRows
+from qerl.tasks.rows.demonstrations import Demonstration
+from qerl.tasks.rows.sft_rows import SftRows
+from qerl.tasks.rows.table import file_sources
 from qerl.tracking import StepLog
 from qerl.tracking.trust import remember_started
 from qerl.training.base_judge import BaseJudge

@@ -32,10 +32,10 @@ from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.device import resolve_device
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.models.transformers_backend.backend import max_positions_of
-from qerl.tasks.demonstrations import Demonstration
-from qerl.tasks.prompt import set_template_date
-from qerl.tasks.rows import check_file, file_sources
-from qerl.tasks.sft_rows import Item, SftRows, form_of_rows
+from qerl.tasks.rows.demonstrations import Demonstration
+from qerl.tasks.rows.prompt import set_template_date
+from qerl.tasks.rows.sft_rows import Item, SftRows, form_of_rows
+from qerl.tasks.rows.table import check_file, file_sources
 from qerl.tracking import NullJournal, StepLog
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.observer import NullObserver, Observer

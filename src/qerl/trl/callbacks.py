@@ -158,4 +158,5 @@ def _means(records: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _with_names_of_trl(values: dict[str, float]) -> dict[str, float]:
-    return values | {theirs: values[ours] for ours, theirs in _OF_TRL.items() if ours in values}
+    named = {theirs: values[ours] for ours, theirs in _OF_TRL.items() if ours in values}
+    return values | named

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import UserError, naming, require
-from qerl.tasks.messages import BadRow, join_text_parts
+from qerl.tasks.rows.messages import BadRow, join_text_parts
 from qerl.tracking.atomic_file import write_atomic
 
 IMAGES = ("image", "images")

@@ -9,7 +9,7 @@ from qerl.algo.preference import DIVERGENCES, PAIR_LOSSES
 from qerl.config import DpoConfig, RunConfig
 from qerl.config.dpo import UNPAIRED
 from qerl.errors import require
-from qerl.tasks.preferences import check_preference_columns
+from qerl.tasks.rows.preferences import check_preference_columns
 from qerl.training.dpo import PreferenceTuning
 from qerl.trl.config import DPOConfig, KTOConfig, PreferenceFields
 from qerl.trl.ignored import DPOIgnoredFields, IgnoredFields, KTOIgnoredFields, ignored

@@ -3,16 +3,17 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl.config import EnvironmentConfig, NoiseConfig, RunConfig
+from qerl.config import EnvironmentConfig, NoiseConfig, RunConfig, TaskConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import require
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.device import resolve_device
-from qerl.serve.call_forms.choice import form_of
+from qerl.tasks.call_forms.choice import form_of
+from qerl.tasks.environment import COLUMN
 from qerl.tasks.scoring import name_of
 from qerl.training.session import train
 from qerl.trl.config import GRPOConfig
@@ -21,11 +22,14 @@ from qerl.trl.evaluation import evaluate
 from qerl.trl.ignored import GRPOIgnoredFields, ignored
 from qerl.trl.refused import GRPORefusedFields, check_refused
 from qerl.trl.run_trainer import Rows, RunTrainer, all_rows, num_rows
-from qerl.trl.tools import make_environment, of_conversations, takes_environments
+from qerl.trl.tools import make_environment, make_environments, of_conversations, takes_environments
 from qerl.trl.translate import length, plain
 from qerl.trl.translate_grpo import batch_of, run_config, samples_per_generation
 
-_BASE = RunConfig(noise=NoiseConfig(schedule="none"))
+# A call of a reward function is for all samples of a step, so it gets more time than one for a sample.
+Schemas = list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
+"""Those of the tools; by the environment's name, if there are several."""
+_BASE = RunConfig(noise=NoiseConfig(schedule="none"), task=TaskConfig(reward_timeout_s=60.0))
 
 
 class GRPOTrainer(RunTrainer):
@@ -77,13 +81,15 @@ class GRPOTrainer(RunTrainer):
     def _run_config(self, base: RunConfig, folder: Path) -> RunConfig:
         args, rows = self.args, self.train_dataset
         eval_rows = None if plain(args.eval_strategy) == "no" else all_rows(self.eval_dataset)
-        held_out = None if eval_rows is None else write_rows("eval_dataset", eval_rows, folder)
+        held_out = None if eval_rows is None else self._write_eval_rows(eval_rows, folder)
         num_held_out = 0 if held_out is None else num_rows(held_out)
+        has_rows = rows is not None or isinstance(self._schemas, list)
+        require(has_rows, f"train_dataset is needed: its column {COLUMN} names environments")
         if rows is None and self._schemas:  # the environment gives the prompts
             rows = itertools.repeat({"prompt": [{"role": "user", "content": ""}]})
         # A stream gives the rows of the run's steps, a data set all of its rows.
         limit = None if length(rows) is not None else self._batch.num_steps * self._batch.num_prompts
-        path = write_rows("train_dataset", rows or (), folder, limit=limit)
+        path = write_rows("train_dataset", _with_own_tools(rows or (), self._schemas), folder, limit=limit)
         return dataclasses.replace(
             run_config(args, base, self._batch, num_held_out=num_held_out),
             task=dataclasses.replace(
@@ -96,8 +102,14 @@ class GRPOTrainer(RunTrainer):
                 chat_template_kwargs=json.dumps(_template_variables(args, self._schemas)),
                 rewards=tuple(map(name_of, self._rewards)),
                 reward_weights=self._weights,
+                reward_scope="batch",
                 environment=_environment(args, base),
             ),
+        )
+
+    def _write_eval_rows(self, rows: Rows, folder: Path | None = None) -> Path:
+        return write_rows(
+            "eval_dataset", _with_own_tools(rows, self._schemas), folder or Path(self.config.out)
         )
 
     def _train(self) -> dict[str, Any]:
@@ -128,7 +140,7 @@ def _with_tools(
     args: GRPOConfig,
     tools: Sequence[Callable[..., Any]],
     factory: Any,
-) -> tuple[list[Callable[..., Any]], tuple[float, ...], list[dict[str, Any]]]:
+) -> tuple[list[Callable[..., Any]], tuple[float, ...], Schemas]:
     """Return the rewards, an environment among them if there are tools, their weights, the tools' schemas."""
     weights = list(args.reward_weights or [1.0] * len(functions))
     require(
@@ -140,26 +152,44 @@ def _with_tools(
         return functions, tuple(args.reward_weights or ()), []
     pairs = list(zip(functions, weights, strict=True))
     inside = [pair for pair in pairs if takes_environments(pair[0])]
-    environment, schemas = make_environment(tools, factory, inside)
+    if isinstance(factory, Mapping):
+        environment, schemas = make_environments(tools, factory, inside)
+    else:
+        environment, schemas = make_environment(tools, factory, inside)
     outside = [pair for pair in pairs if pair not in inside]
     has_reward = bool(outside) or callable(environment.score)
     require(has_reward, "reward_funcs is empty, and the environment has no get_reward: give one of them")
     return [f for f, _ in outside] + [environment], (*(w for _, w in outside), 1.0), schemas
 
 
-def _with_form(rewards: list[Any], schemas: list[dict[str, Any]], model: str) -> list[Any]:
+def _with_form(rewards: list[Any], schemas: Schemas, model: str) -> list[Any]:
     """Return the rewards, of which the environment is the last, for calls in the form of the model's chat
     template."""
     form = form_of(load_tokenizer(model).chat_template)
-    names = {schema["function"]["name"] for schema in schemas}
+    several = schemas.values() if isinstance(schemas, dict) else [schemas]
+    names = {schema["function"]["name"] for each in several for schema in each}
     *functions, environment = rewards
-    environment.call_form = form
+    for kind, _ in getattr(environment, "kinds", {"": (environment, 1.0)}).values():
+        kind.call_form = form
     return [*(of_conversations(function, names, form) for function in functions), environment]
 
 
-def _template_variables(args: GRPOConfig, schemas: list[dict[str, Any]]) -> dict[str, Any]:
+def _template_variables(args: GRPOConfig, schemas: Schemas) -> dict[str, Any]:
     assert not isinstance(args.chat_template_kwargs, str)
-    return {**(args.chat_template_kwargs or {}), **({"tools": schemas} if schemas else {})}
+    is_shared = bool(schemas) and isinstance(schemas, list)
+    return {**(args.chat_template_kwargs or {}), **({"tools": schemas} if is_shared else {})}
+
+
+def _with_own_tools(rows: Iterable[dict[str, Any]], schemas: Schemas) -> Iterable[dict[str, Any]]:
+    """Return the rows with the tools of their environment, where there are several."""
+    return (_with_tools_of(row, schemas) for row in rows) if isinstance(schemas, dict) else rows
+
+
+def _with_tools_of(row: dict[str, Any], schemas: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    name = row.get(COLUMN)
+    known = f"environment_factory has {', '.join(schemas)}"
+    require(name in schemas, f"{COLUMN} of a row is {name!r}: {known}")
+    return {**row, "tools": schemas[str(name)]}
 
 
 def _environment(args: GRPOConfig, base: RunConfig) -> EnvironmentConfig:

@@ -7,7 +7,7 @@ from typing import Any
 
 from qerl.config import RunConfig
 from qerl.errors import require
-from qerl.tasks.demonstrations import check_columns, form_of
+from qerl.tasks.rows.demonstrations import check_columns, form_of
 from qerl.training.sft import FineTuning
 from qerl.trl.config import SFTConfig
 from qerl.trl.ignored import SFTIgnoredFields, ignored

@@ -25,9 +25,10 @@ import numpy as np
 from transformers.utils.chat_template_utils import get_json_schema
 
 from qerl.errors import UserError, require
-from qerl.serve.call_forms.form import CallForm
-from qerl.serve.call_forms.hermes import HERMES
 from qerl.serve.tools import ToolCallStream
+from qerl.tasks.call_forms.form import CallForm
+from qerl.tasks.call_forms.hermes import HERMES
+from qerl.tasks.environment import COLUMN, by_row
 from qerl.tasks.event_loop import InvalidReturn
 from qerl.tasks.scoring import NOT_SUPPORTED, Failure, awaited, failure_of, name_of
 from qerl.tasks.worker_pool import WorkerPool
@@ -117,6 +118,8 @@ class ToolEnvironment:
     rewards: ClassVar[tuple[tuple[Reward, float], ...]] = ()
     """Functions that take `environments`, and their weights."""
     extends_prompt: ClassVar[bool] = True
+    hidden: ClassVar[tuple[str, ...]] = ()
+    """Columns that reset does not get."""
     call_form: ClassVar[CallForm] = HERMES
     """Form of the tool calls in the policy's turns."""
 
@@ -127,7 +130,8 @@ class ToolEnvironment:
         self._tools = {name_of(tool): tool for tool in (*self.tools, *_methods(self._environment))}
         if self._environment is None:
             return None
-        opening = await _called(self._environment.reset, **row)
+        columns = {name: value for name, value in row.items() if name not in self.hidden}
+        opening = await _called(self._environment.reset, **columns)
         return None if opening is None else result_text("reset", opening)
 
     def _take(self) -> Any:
@@ -192,15 +196,21 @@ def takes_environments(function: Reward) -> bool:
     return "environments" in inspect.signature(function).parameters
 
 
+def make_environments(
+    tools: Sequence[Callable[..., Any]], factories: Mapping[str, Any], rewards: Sequence[tuple[Reward, float]]
+) -> tuple[type[Any], dict[str, list[dict[str, Any]]]]:
+    """Return an environment that is the one that a row names, and by name the schemas of the tools."""
+    made = {name: make_environment(tools, factory, rewards) for name, factory in factories.items()}
+    for kind, _ in made.values():
+        kind.hidden = (COLUMN, "tools")
+    kinds = {name: (kind, 1.0) for name, (kind, _) in made.items()}
+    return by_row(kinds), {name: schemas for name, (_, schemas) in made.items()}
+
+
 def make_environment(
     tools: Sequence[Callable[..., Any]], factory: Any, rewards: Sequence[tuple[Reward, float]]
 ) -> tuple[type[ToolEnvironment], list[dict[str, Any]]]:
     """Return the environment, and the schemas of its tools for the chat template."""
-    require(
-        not isinstance(factory, Mapping) or len(factory) == 1,
-        "environment_factory: one environment is supported, not several by name: train on each alone",
-    )
-    factory = next(iter(factory.values())) if isinstance(factory, Mapping) else factory
     facts = _Facts("tools", True, False, []) if factory is None else _facts_of(factory)
     require(facts.has_reset, "environment_factory: its object has no reset")
     scores = bool(rewards) or facts.has_reward

@@ -8,6 +8,7 @@ import torch
 
 import tiny_run
 from engine.parts import packed_logprobs, request_of
+from material import END, START, tokenizer
 from models.tiny import tiny
 from qerl.cli.main import main
 from qerl.config import AlgoConfig, EngineConfig, EnvironmentConfig, NoiseConfig, RunConfig, TaskConfig
@@ -20,7 +21,6 @@ from qerl.tasks import RewardPool
 from qerl.training.engines.multi_turn import MultiTurnEngine
 from qerl.training.policy import check_supported
 from qerl.types import Group, Pivot, Prompt, Sample, Turn
-from tasks.material import END, START, tokenizer
 from training.test_session import assert_same_run, finish, metrics, start, wait_for_steps
 
 MAX_TOKENS = 200

@@ -29,7 +29,7 @@ from qerl.errors import UserError
 from qerl.serve.agents.replay import AnsweredCall, Replay, turn_starts
 from qerl.serve.batcher import PendingRequest
 from qerl.tasks.environment import says_error
-from qerl.tasks.prompt import chat_reply_tokens, render_chat, special_end
+from qerl.tasks.rows.prompt import chat_reply_tokens, render_chat, special_end
 from qerl.types import AllowedTokens, Group, Prompt, Sample
 
 Message = Mapping[str, Any]

@@ -5,7 +5,7 @@ So `sum` in `assert sum(f(2)) == 3` is Python's, whatever the program defines. I
 where the test names nothing else, it is the program's.
 
 A text that names nothing of the program, or of which no assertion would run, cannot say anything about a
-program: reading it raises ValueError, which row_checks.py reports when the run starts.
+program: reading it raises ValueError, which rows/checks.py reports when the run starts.
 """
 
 import ast

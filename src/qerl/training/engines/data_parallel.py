@@ -10,6 +10,7 @@ and learning is balanced by the samples' lengths. Tests: tests/training/test_dis
 import dataclasses
 import functools
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,7 +131,8 @@ class DataParallelRewards:
 
     def take_means(self) -> dict[str, float]:
         """Return RewardPool's metrics over all ranks."""
-        return reward_means(self._ranks.gather(self._pool.take_sums()))
+        counts = sum(self._ranks.gather(self._pool.take_counts()), Counter[str]())
+        return reward_means(self._ranks.gather(self._pool.take_sums())) | dict(counts)
 
     def take_failures(self) -> dict[str, tuple[int, str]]:
         """Return RewardPool's failures over all ranks, each with the first rank's example."""

@@ -19,7 +19,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,8 +31,15 @@ from qerl.engine.stats import Stats
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, EnvironmentReply, Key, Messages
-from qerl.tasks.prompt import chat_reply_tokens, join_messages, plain_reply_tokens, render_chat, special_end
 from qerl.tasks.reward import Reward, resolve
+from qerl.tasks.rows.messages import VARIABLES, BadRow, read_variables
+from qerl.tasks.rows.prompt import (
+    chat_reply_tokens,
+    join_messages,
+    plain_reply_tokens,
+    render_chat,
+    special_end,
+)
 from qerl.tasks.scoring import Failure
 from qerl.training.engines.replayed_batch import (
     HistoriesPG,
@@ -192,8 +200,8 @@ class MultiTurnEngine(ReplayingEngine):
 
     def _new_episodes(self, request: GenerateRequest) -> EpisodesPG:
         return [
-            [_Episode((p, g), self._between(prompt)) for g in range(request.num_samples)]
-            for p, prompt in enumerate(request.prompts_P)
+            [_Episode((p, g), between) for g in range(request.num_samples)]
+            for p, between in enumerate(map(self._between, request.prompts_P))
         ]
 
     def _replay(self, triples: list[tuple[_Episode, _History, int]]) -> None:
@@ -230,8 +238,23 @@ class MultiTurnEngine(ReplayingEngine):
         return replies
 
     def _between(self, prompt: Prompt) -> Between:
-        has_template = prompt.messages is not None and self._tokenizer.chat_template
-        return chat_reply_tokens if has_template else plain_reply_tokens
+        if not self._has_template(prompt):
+            return plain_reply_tokens
+        return partial(chat_reply_tokens, variables=self._variables(prompt))
+
+    def _has_template(self, prompt: Prompt) -> bool:
+        return prompt.messages is not None and bool(self._tokenizer.chat_template)
+
+    def _variables(self, prompt: Prompt) -> dict[str, Any]:
+        """Return what the row itself gave to the chat template, such as tools."""
+        if not any(name in prompt.columns for name in VARIABLES):
+            return {}
+        try:
+            variables = read_variables(prompt.columns)
+            text, _ = render_chat(self._tokenizer, prompt.messages or [], variables)
+        except (BadRow, UserError):
+            return {}
+        return variables if text == prompt.text else {}
 
     def _opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
         """Return the prompt with the messages of reset, which must be equal for all of its samples."""
@@ -250,8 +273,8 @@ class MultiTurnEngine(ReplayingEngine):
         messages = [*question, *opening]
         num_plain = len(question) if prompt.messages is None else 0
         try:
-            if self._between(prompt) is chat_reply_tokens:
-                text, tokens_T = render_chat(self._tokenizer, messages)
+            if self._has_template(prompt):
+                text, tokens_T = render_chat(self._tokenizer, messages, self._variables(prompt))
             else:
                 text, tokens_T = join_messages(self._tokenizer, messages, num_plain)
             if len(tokens_T) <= self._max_prompt_tokens:

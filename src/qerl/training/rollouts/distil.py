@@ -20,10 +20,10 @@ from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.checkpoint.tokenizer import stop_token_ids
-from qerl.tasks.demonstrations import Demonstration
-from qerl.tasks.rows import check_file
+from qerl.tasks.rows.demonstrations import Demonstration
+from qerl.tasks.rows.sft_rows import DEMONSTRATIONS, SftRows
+from qerl.tasks.rows.table import check_file
 from qerl.tasks.scoring import Failure
-from qerl.tasks.sft_rows import DEMONSTRATIONS, SftRows
 from qerl.tracking import StepLog
 from qerl.training.rollouts.rollout import GroupRollouts, Rewards, TrainPrompts
 from qerl.training.rollouts.teacher import Teacher

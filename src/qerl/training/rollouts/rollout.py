@@ -5,6 +5,7 @@ unequal rewards.
 """
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
@@ -15,7 +16,7 @@ from qerl.algo.dynamic_sampling import fill
 from qerl.algo.estimate import pass_at_powers
 from qerl.algo.overlong import OVERLONG
 from qerl.config import AlgoConfig, EvalConfig, RunConfig, SampleConfig, TaskConfig
-from qerl.tasks.environment import says_error
+from qerl.tasks.environment import COLUMN, says_error
 from qerl.tracking import StepLog
 from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
 from qerl.training.rollouts.prompt_order import PromptLengths, longest_first
@@ -171,6 +172,7 @@ def rollout_metrics(task: TaskConfig, evaluate: EvalConfig, groups: list[Group])
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
         "num_failed_rewards": len(samples) - len(rewards) if task.rewards else 0,
         **multi_turn_metrics(samples),
+        **environment_metrics(groups),
         **agent_metrics(samples),
         **({} if threshold is None or not rewards else accuracy_metrics(rewards_P_G, threshold)),
     }
@@ -201,6 +203,27 @@ def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
         "num_episodes": len(samples),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
     }
+
+
+def environment_metrics(groups: list[Group]) -> dict[str, float]:
+    """Return reward_in_NAME, turns_in_NAME and failed_in_NAME of the episodes of each environment that rows
+    name in their column; empty if none does."""
+    by_name: dict[str, list[Sample]] = {}
+    for group in groups:
+        name = group.prompt.columns.get(COLUMN)
+        if isinstance(name, str):
+            by_name.setdefault(name, []).extend(each for each in group.samples_G if each.messages is not None)
+    metrics: dict[str, float] = {}
+    for name, samples in sorted(by_name.items()):
+        key = re.sub(r"\W+", "_", name)
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        turns = [sum(m["role"] == "assistant" for m in sample.messages or ()) for sample in samples]
+        if rewards:
+            metrics |= {f"reward_in_{key}": fmean(rewards)}
+        if samples:
+            failed = sum(sample.failure is not None for sample in samples)
+            metrics |= {f"turns_in_{key}": fmean(turns), f"failed_in_{key}": failed}
+    return metrics
 
 
 def agent_metrics(samples: list[Sample]) -> dict[str, float]:
