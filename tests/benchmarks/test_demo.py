@@ -28,7 +28,7 @@ def test_a_row_has_the_times_and_figures_of_a_whole_run(tmp_path, monkeypatch):
     given = [*more[: more.index("--out")], *more[more.index("--out") + 2 :]]
     row = measure(DemoOptions(threads=1, instructions="avx2"), 3, tuple(given))
     assert (row["seed"], row["threads"], row["dtype"]) == (3, 1, "fp32")
-    assert 0 < row["train_s"] < row["wall_s"] and row["cpu_s"] > 0 and 0 <= row["accuracy_after"] <= 1
+    assert 0 <= row["train_s"] < row["wall_s"] and row["cpu_s"] > 0 and 0 <= row["accuracy_after"] <= 1
 
 
 def test_a_run_that_fails_is_an_error_with_its_last_lines(monkeypatch):
