@@ -41,7 +41,7 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
         value, expected = getattr(stored, option), getattr(config, option)
         if value != expected:
             raise UserError(f"{folder}: {key} is {value!r}, adapter.{option} is {expected!r}")
-    for field in ("rank_pattern", "alpha_pattern"):
+    for field in ("rank_pattern", "alpha_pattern", "use_rslora"):
         value, expected = getattr(stored, field), getattr(config, field)
         if value != expected:
             raise UserError(f"{folder}: {field} is {value!r}, adapter.{field} is {expected!r}")
