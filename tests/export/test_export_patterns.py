@@ -94,6 +94,16 @@ def test_the_scaling_is_that_of_the_linears_own_rank_and_alpha(tmp_path):
     [
         ({"target_modules": (r".*\.nothing_proj",)}, "target_modules .*: no linear of the model matches"),
         ({"rank_pattern": (("o_proj", 999),)}, "rank_pattern must be at most"),
+        ({"rank_pattern": (("o_prj", 2),)}, "rank_pattern o_prj: no linear of the model matches"),
+        ({"alpha_pattern": (("o_prj", 2.0),)}, "alpha_pattern o_prj: no linear of the model matches"),
+        (
+            {"target_modules": ("mlp.up_proj", "o_prj")},
+            "target_modules o_prj: no linear of the model matches",
+        ),
+        (
+            {"target_modules": ("mlp.up_proj",), "layers_to_transform": (0, 9)},
+            "layers_to_transform: the model has layers 0 to 3, got 9",
+        ),
     ],
 )
 def test_what_no_linear_can_have_is_refused(fields, message, tmp_path):

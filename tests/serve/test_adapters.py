@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from qerl.config.options import ServeOptions
 from qerl.errors import UserError
@@ -20,7 +20,7 @@ from serve import parts
 KEY = "sk-tiny-0123456789"
 
 
-def write_adapter(folder, seed, *, rank=4, width=64):
+def write_adapter(folder, seed, *, rank=4, width=64, **fields):
     """A PEFT adapter of q_proj and down_proj of the tiny model."""
     rng = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -32,7 +32,7 @@ def write_adapter(folder, seed, *, rank=4, width=64):
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_config.json").write_text(json.dumps(config | fields))
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +137,21 @@ def test_without_a_folder_no_adapter_is_loaded(tmp_path):
     model.engine.model.device = torch.device("meta")
     with pytest.raises(UserError, match="on a CPU so far"):
         ServedAdapters(model.engine.model, tmp_path, 2)
+
+
+def test_linears_of_an_adapter_have_their_own_names_ranks_and_scalings(tmp_path):
+    names = [
+        f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")
+    ]
+    write_adapter(tmp_path / "named", 0, target_modules=names, alpha_pattern={"layers.1.mlp.down_proj": 24})
+    decoder = parts.load_tiny(tmp_path / "tiny").engine.model
+    ServedAdapters(decoder, tmp_path, 2).load("named", "named")
+    tables = decoder.adapter_bank.at(torch.tensor([1])).tables
+    stored = load_file(tmp_path / "named" / "adapter_model.safetensors")
+    assert len(tables) == 4
+    for name, linear in decoder.linears():
+        if f"model.{name}" in names:
+            a_RK, b_NR = (stored[f"base_model.model.model.{name}.lora_{side}.weight"] for side in "AB")
+            a_SK, b_NS, _, scaling_S = tables[linear]
+            scaling = 6.0 if name == "layers.1.mlp.down_proj" else 2.0
+            torch.testing.assert_close(b_NS * scaling_S @ a_SK, scaling * b_NR @ a_RK)

@@ -103,12 +103,15 @@ def test_the_calls_of_a_conversation_are_those_of_its_messages():
     ]
     turn = {"role": "assistant", "content": written(("area", {"base": 1}))}
     assert called([turn], None) == [("area", {"base": 1})]
+    replied = [turn, {"role": "tool", "content": "[g()]"}, {"role": "assistant", "content": "It is 1."}]
+    assert called(replied, None) == [("area", {"base": 1})]
 
 
 def test_a_number_stays_text_where_the_functions_schema_says_so():
     xml = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
     tools = [{"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}]
     assert called(xml, tools) == [("f", {"a": "5"})] and called(xml, None) == [("f", {"a": 5})]
+    assert called(xml, json.dumps(tools)) == [("f", {"a": "5"})]  # as the chat template's tools may be
 
 
 @pytest.mark.parametrize("answer", ["?", {"f": {}}, [{"f": {}, "g": {}}], [{"f": {"a": 1}}], None, [["f"]]])

@@ -275,6 +275,12 @@ def test_a_row_names_the_environment_that_plays_it():
             pool.check(Prompt(index=0, text="?", tokens_T=[1], messages=None, columns={}))
 
 
+def test_two_environments_of_one_name_are_refused():
+    other = type("Echo", (Double,), {})
+    with pytest.raises(UserError, match="two environments are named Echo, which a row could not tell apart"):
+        RewardPool(TaskConfig(rewards=("x", "y")), [Echo, other])
+
+
 def test_metrics_are_apart_for_each_environment():
     def group(name, *rewards):
         messages = [{"role": "assistant", "content": "a"}] * len(rewards)

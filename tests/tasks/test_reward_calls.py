@@ -3,6 +3,8 @@
 import functools
 import os
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from qerl import batch_reward, group_reward
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
+from qerl.training.engines.data_parallel import DataParallelRewards
 
 
 @group_reward
@@ -132,3 +135,11 @@ def test_built_in_rewards_see_a_sample_whatever_the_config_says():
     with RewardPool(TaskConfig(rewards=("numeric", "length"), reward_scope="batch")) as pool:
         assert pool.score([group("33", "3", answer="3"), group("7", answer="3")]) == [[-1.0, 1.0], [0.0]]
         assert not pool.is_built_in  # 1 is not a correct sample
+
+
+def test_counts_of_several_ranks_are_added_and_zero_is_one():
+    pool = SimpleNamespace(take_counts=Counter, take_sums=dict)
+    both = [Counter(num_failed_reward_groups=0, num_split_reward_batches=2)] * 2
+    ranks = SimpleNamespace(gather=lambda value: both if isinstance(value, Counter) else [value])
+    means = DataParallelRewards(pool, ranks).take_means()
+    assert means == {"num_failed_reward_groups": 0, "num_split_reward_batches": 4}

@@ -99,7 +99,7 @@ class SftOptions:
         learn = self.learn
         require(
             learn.updates_per_step == learn.num_iterations == 1,
-            "sft makes one update a step: leave learn.updates_per_step and learn.num_iterations at 1",
+            "a step over rows is one update: leave learn.updates_per_step and learn.num_iterations at 1",
         )
 
 

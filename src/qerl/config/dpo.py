@@ -39,7 +39,7 @@ class DpoConfig:
         ...,
     ] = ()
     """sigmoid: DPO. kto and apo_zero_unpaired learn from completions with a label, the others from pairs.
-    Several losses of pairs are added, with loss_weights. docs/methods.md has the formulas."""
+    Several losses of pairs are added, with loss_weights. Formulas: algo/preference.py."""
 
     loss_weights: tuple[float, ...] = ()
     """Weight of each loss; none: 1."""

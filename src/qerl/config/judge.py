@@ -93,7 +93,8 @@ class JudgeConfig:
     """Maximum tokens of the judge's reply."""
 
     timeout_s: float = 60.0
-    """Longest wait for one reply. task.reward_timeout_s limits all tries on a sample."""
+    """Longest wait for one reply. task.reward_timeout_s limits all tries on a sample, or, where samples are
+    compared, on all of a prompt."""
 
     retries: int = 3
     """Number of times that a request is repeated, with growing pauses."""

@@ -125,8 +125,8 @@ class TaskConfig:
 
     rewards: tuple[str, ...] = ("numeric",)
     """Built-in rewards (exact, numeric, math, tags, gym, code, calls, judge, reward_model, length,
-    length_rank, diversity, higher_lower), module:function, or file.py:function. One of them may be an
-    environment, a class with reset and step: docs/environments.md."""
+    length_rank, diversity, higher_lower), module:function, or file.py:function. Some may be environments,
+    classes with reset and step: docs/environments.md."""
 
     reward_weights: tuple[float, ...] = ()
     """One weight per reward; empty means 1 each."""

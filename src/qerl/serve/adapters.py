@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qerl.errors import UserError, require
 from qerl.models.adapter_bank import AdapterBank
 from qerl.models.decoder import Decoder
+from qerl.models.peft.adapter import adapted_linears
 from qerl.models.peft.peft_names import PEFT_PREFIX, decoder_tensors
 from qerl.models.peft.peft_reader import ADAPTER, adapter_config
 from qerl.models.policy_model import PolicyModel
@@ -88,16 +89,17 @@ class ServedAdapters:
             self._bank.remove(adapter.row)
 
     def _read(self, path: str) -> tuple[dict[nn.Module, tuple[Tensor, Tensor]], float]:
-        """Return the adapter's (A, B) by linear, and its scaling."""
+        """Return the adapter's (A, B) by linear, and its scaling; A has what a linear's own is more."""
         folder = (self._folder / path).resolve()
         is_below = folder.is_relative_to(self._folder)
         require(is_below, f"lora_path: must lie below {self._folder}, got {path[:200]!r}")
         config = adapter_config(str(folder))
         require(config.experts == "none", f"{folder}: adapters of experts cannot be loaded by request")
+        adapted, usual = adapted_linears(self._decoder, config), config.scaling(config.rank)
         linears = {
-            f"{PEFT_PREFIX}{self._decoder.name_prefix}{name}": linear
+            f"{PEFT_PREFIX}{self._decoder.name_prefix}{name}": (linear, adapted[name])
             for name, linear in self._decoder.linears()
-            if name.rpartition(".")[2] in config.target_modules
+            if name in adapted
         }
         masters = [f"{name}.lora_{side}.weight" for name in linears for side in "AB"]
         stored = load_file(folder / ADAPTER)
@@ -105,12 +107,12 @@ class ServedAdapters:
         unknown = sorted(tensors.keys() - set(masters))
         require(not unknown, f"{folder}: the model has no linear for {unknown[:1]}")
         result: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        for name, linear in linears.items():
+        for name, (linear, (rank, alpha)) in linears.items():
             a_RK, b_NR = (tensors.get(f"{name}.lora_{side}.weight") for side in "AB")
             if a_RK is None or b_NR is None:
                 continue
-            shapes = (config.rank, linear.in_width), (linear.out_width, config.rank)
+            shapes = (rank, linear.in_width), (linear.out_width, rank)
             fits = (a_RK.shape, b_NR.shape) == shapes
             require(fits, f"{folder}: {name} has shapes {a_RK.shape}, {b_NR.shape}, the model's are {shapes}")
-            result[linear] = a_RK, b_NR
-        return result, config.alpha / config.rank
+            result[linear] = a_RK.float() * (config.scaling(rank, alpha) / usual), b_NR
+        return result, usual

@@ -19,8 +19,8 @@ from typing import Any
 from qerl.config import TaskConfig
 from qerl.tasks.call_forms.choice import FORMS, form_of
 from qerl.tasks.call_forms.form import RawCall, Schemas, bare_calls
-from qerl.tasks.graders import Reward, text_of
-from qerl.tasks.rows.messages import BadRow, from_json
+from qerl.tasks.graders import Reward
+from qerl.tasks.rows.messages import BadRow, from_json, read_variables
 
 _IGNORED = re.compile(r"[ ,./\-_*^'\"]")
 _FENCE = re.compile(r"^```\w*\n(.*)\n```$", re.DOTALL)
@@ -61,11 +61,17 @@ def called(completion: Any, tools: Any) -> list[Call]:
         functions = [call.get("function", call) for turn in turns for call in turn["tool_calls"]]
         if functions:
             return [each for f in functions for each in _checked(RawCall(f.get("name"), f.get("arguments")))]
-    functions = [tool.get("function", tool) for tool in tools or []]
+    functions = [tool["function"] for tool in read_variables({"tools": tools}).get("tools", ())]
     schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-    text = text_of(completion)
-    raw = _marked(text, schemas) or _bare(text) or _python(text)
+    raw = [c for text in _texts(completion) for c in _marked(text, schemas) or _bare(text) or _python(text)]
     return [each for call in raw for each in _checked(call)]
+
+
+def _texts(completion: Any) -> list[str]:
+    """Return the text of a sample; of a conversation, that of each of its assistant's turns."""
+    if isinstance(completion, str):
+        return [completion]
+    return [message["content"] for message in completion if message["role"] == "assistant"]
 
 
 def match(sampled: list[Call], answer: list[Call]) -> float:

@@ -318,6 +318,12 @@ def _environment(pairs: Sequence[tuple[Reward, float]]) -> Reward | None:
                 " an environment has reset(row, seed) and step(completion)"
             )
     kinds = {name_of(each): (each, weight) for each, weight in pairs if is_environment(each)}
+    names = Counter(name_of(each) for each, _ in pairs if is_environment(each))
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise UserError(
+            f"task.rewards: two environments are named {twice[0]}, which a row could not tell apart:"
+            " rename one of them"
+        )
     if len(kinds) > 1:
         return by_row(kinds)
     return next((each for each, _ in kinds.values()), None)

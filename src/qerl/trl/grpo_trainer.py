@@ -26,9 +26,9 @@ from qerl.trl.tools import make_environment, make_environments, of_conversations
 from qerl.trl.translate import length, plain
 from qerl.trl.translate_grpo import batch_of, run_config, samples_per_generation
 
-# A call of a reward function is for all samples of a step, so it gets more time than one for a sample.
 Schemas = list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
 """Those of the tools; by the environment's name, if there are several."""
+# A call of a reward function is for all samples of a step, so it gets more time than one for a sample.
 _BASE = RunConfig(noise=NoiseConfig(schedule="none"), task=TaskConfig(reward_timeout_s=60.0))
 
 

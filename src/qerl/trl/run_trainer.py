@@ -1,4 +1,4 @@
-"""The part that GRPOTrainer and SFTTrainer share: the run's state and callbacks, saving, the hub."""
+"""The part that all trainers share: the run's state and callbacks, saving, the hub."""
 
 import contextlib
 import dataclasses
@@ -143,7 +143,7 @@ class RunTrainer:
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Return the metrics of the newest checkpoint, or of the model before training, on eval_dataset: of
-        GRPOTrainer the mean reward and length of samples, of SFTTrainer the loss; log them."""
+        GRPOTrainer the mean reward and length of samples, of the others the loss; log them."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if rows is None:
             raise UserError("evaluate needs an eval_dataset")

@@ -215,3 +215,10 @@ def test_layers_of_a_run_are_exported_for_peft(base, tmp_path):
     for layers, said in (((4,), "the model has layers 0 to 3, got 4"), ((), "must have numbers of layers")):
         with pytest.raises(UserError, match=f"adapter.layers_to_transform.*{said}"):
             add_adapter(load(base), dataclasses.replace(config, layers_to_transform=layers), seed=0)
+
+
+def test_an_adapter_is_not_continued_with_another_scaling(base, tmp_path):
+    trained(base, tmp_path / "adapter")
+    config = dataclasses.replace(adapter_config(str(tmp_path / "adapter")), use_rslora=True)
+    with pytest.raises(UserError, match=r"use_rslora is False, adapter\.use_rslora is True"):
+        read_adapter(str(tmp_path / "adapter"), config)

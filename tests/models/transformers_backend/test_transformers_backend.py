@@ -21,7 +21,7 @@ from qerl.models.checkpoint.source import ModelSource
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.loader import build_decoder
-from qerl.models.peft.adapter import adapter_tensors, add_adapter, dropout_of
+from qerl.models.peft.adapter import adapted_linears, adapter_tensors, add_adapter, dropout_of
 from qerl.models.transformers_backend.backend import backend_of
 from qerl.training.policy import load_sampler
 from qerl.types import GenerateRequest, Prompt, Sampling
@@ -167,6 +167,15 @@ def test_noise_is_what_our_decoder_adds_to_its_norms(tmp_path):
     with noised(found.noise_table, **settings), noised(ours.noise_table, **settings):
         theirs = found.model(tokens[None]).logits[0]
         torch.testing.assert_close(theirs, logits_of(ours, tokens), rtol=0, atol=1e-4)
+
+
+def test_a_pattern_of_ranks_leaves_all_linears_their_adapter(tmp_path):
+    oracle("GPTNeoX").save_pretrained(tmp_path)
+    found, adapter = load(tmp_path), AdapterConfig(rank=4, rank_pattern=(("attention.dense", 2),))
+    ranks = {
+        name.partition("layers.")[2]: rank for name, (rank, _) in adapted_linears(found, adapter).items()
+    }
+    assert len(ranks) == 8 and ranks["0.attention.dense"] == 2 and ranks["1.mlp.dense_h_to_4h"] == 4
 
 
 def test_gradients_reach_the_adapter_only(tmp_path):

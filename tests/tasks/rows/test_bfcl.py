@@ -80,6 +80,11 @@ def test_a_file_without_answers_is_refused_but_for_one_where_no_call_is_right(tm
     assert task.train_prompts(0, 1)[0].columns["answer"] == []
 
 
+def test_rows_of_another_set_with_the_same_columns_need_no_answers_of_bfcl(tmp_path):
+    rows = [{"id": i, "question": f"{i}?", "function": "f", "answer": str(i)} for i in range(12)]
+    check_task_files(TaskConfig(name=jsonl(tmp_path / "own.jsonl", rows), rewards=("numeric",)))
+
+
 def test_a_question_of_several_turns_is_left_out_and_named(tmp_path):
     path = write(tmp_path)
     rows = list(map(json.loads, (tmp_path / "BFCL_v3_simple.json").read_text().splitlines()))

@@ -7,6 +7,7 @@ masters of the weights take the adapter's place, under Hugging Face's names.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
 
@@ -23,7 +24,13 @@ from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear, MixtureMLP, copy_masters
 from qerl.models.peft.peft_experts import shared
 from qerl.models.peft.peft_names import PEFT_PREFIX, PREFIX, decoder_tensors, peft_linears
-from qerl.models.peft.peft_selection import LinearAdapter, adapter_of, layer_of, linear_names
+from qerl.models.peft.peft_selection import (
+    LinearAdapter,
+    adapter_of,
+    layer_of,
+    linear_names,
+    unused_entries,
+)
 from qerl.models.policy_model import PolicyModel
 
 _EXPERTS = 1  # keeps these seeds apart from the linears'
@@ -80,6 +87,8 @@ def _targeted(
     """Yield each linear that gets an adapter with its index among all linears, its name and its numbers."""
     targets, layers = targets_of(decoder, config), config.layers_to_transform
     usual = LinearAdapter(config.rank, config.alpha)
+    if decoder.architecture is None:
+        config = dataclasses.replace(config, target_modules=targets)
     for index, (name, linear) in enumerate(decoder.linears()):
         if config.selects_names:
             numbers = adapter_of(config, linear_names(decoder.architecture, name))
@@ -94,21 +103,21 @@ def _check_targets(decoder: PolicyModel, config: AdapterConfig) -> None:
     """Raise UserError for a linear or a layer that the model does not have, or if none is left."""
     names = [name for name, _ in decoder.linears()]
     shorts, layers = {name.rpartition(".")[2] for name in names}, {layer_of(name) for name in names}
-    if config.selects_names:
-        if not any(_targeted(decoder, config)):
-            there_are = ", ".join(sorted(shorts))
-            raise UserError(
-                f"adapter.target_modules {', '.join(config.target_modules)}: no linear of the model matches;"
-                f" it has {there_are}"
-            )
-        peft_linears(decoder.architecture, config, adapted_linears(decoder, config))  # raises what PEFT lacks
-        return
-    if unknown := [target for target in targets_of(decoder, config) if target not in shorts]:
-        there_are = ", ".join(sorted(shorts))
-        raise UserError(f"adapter.target_modules: the model has no linear {unknown[0]!r}; it has {there_are}")
+    there_are = f"it has {', '.join(sorted(shorts))}"
     if beyond := sorted(set(config.layers_to_transform or ()) - layers):
         last = max(layer for layer in layers if layer is not None)
         raise UserError(f"adapter.layers_to_transform: the model has layers 0 to {last}, got {beyond[0]}")
+    if config.selects_names:
+        of_linears = [name for each in names for name in linear_names(decoder.architecture, each)]
+        unused = unused_entries(config, targets_of(decoder, config), of_linears)
+        if not unused and not any(_targeted(decoder, config)):
+            unused = [f"target_modules {', '.join(config.target_modules)}"]
+        if unused:
+            raise UserError(f"adapter.{unused[0]}: no linear of the model matches; {there_are}")
+        peft_linears(decoder.architecture, config, adapted_linears(decoder, config))  # raises what PEFT lacks
+        return
+    if unknown := [target for target in targets_of(decoder, config) if target not in shorts]:
+        raise UserError(f"adapter.target_modules: the model has no linear {unknown[0]!r}; {there_are}")
     if not any(_targeted(decoder, config)):
         raise UserError(
             f"adapter.layers_to_transform {config.layers_to_transform}: these layers have none of the linears"

@@ -19,7 +19,14 @@ from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.peft.peft_experts import experts_of_settings
 from qerl.models.peft.peft_fields import NO_EFFECT, check_fields
 from qerl.models.peft.peft_names import PEFT_PREFIX
-from qerl.models.peft.peft_selection import Module, alpha_factor, named_module, pattern_value, select
+from qerl.models.peft.peft_selection import (
+    Module,
+    alpha_factor,
+    named_module,
+    pattern_value,
+    select,
+    used_patterns,
+)
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _DESCRIBES = NO_EFFECT | {"inference_mode", "revision", "eva_config"}
@@ -41,7 +48,7 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
         value, expected = getattr(stored, option), getattr(config, option)
         if value != expected:
             raise UserError(f"{folder}: {key} is {value!r}, adapter.{option} is {expected!r}")
-    for field in ("rank_pattern", "alpha_pattern"):
+    for field in ("rank_pattern", "alpha_pattern", "use_rslora"):
         value, expected = getattr(stored, field), getattr(config, field)
         if value != expected:
             raise UserError(f"{folder}: {field} is {value!r}, adapter.{field} is {expected!r}")
@@ -191,11 +198,14 @@ def _numbers(settings: dict[str, Any], modules: list[Module]) -> dict[str, Any]:
         if all(is_multiple(m, rank, alpha) for m in modules):
             return {"rank": rank, "alpha": float(alpha) * alpha_factor(settings, rank)}
     if all(len(_parts(module)) == 1 for module in modules):
+        names = [module.names[0] for module in modules]
         return {
             "rank": usual[0],
             "alpha": float(usual[1]),
-            "rank_pattern": tuple(ranks.items()),
-            "alpha_pattern": tuple((key, float(value)) for key, value in alphas.items()),
+            "rank_pattern": tuple(used_patterns(ranks, names).items()),
+            "alpha_pattern": tuple(
+                (key, float(value)) for key, value in used_patterns(alphas, names).items()
+            ),
             "use_rslora": is_stable,
         }
     odd = next(m for m in modules if not is_multiple(m, *candidates[0]))

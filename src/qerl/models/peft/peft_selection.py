@@ -10,7 +10,7 @@ names and patterns. Where the decoder splits a linear that transformers has as o
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qerl.config import AdapterConfig
@@ -92,6 +92,32 @@ def adapter_of(adapter: AdapterConfig, names: Sequence[str]) -> LinearAdapter | 
     return LinearAdapter(rank, alpha)
 
 
+def unused_entries(adapter: AdapterConfig, targets: Iterable[str], names: Collection[str]) -> list[str]:
+    """Return "rank_pattern q_prj" of each pattern, and of each name among the targets, that matches none of
+    the linears' full names."""
+    entries = [
+        ("target_modules", each, rf"(.*\.)?{re.escape(each)}")
+        for each in targets
+        if _PLAIN_NAME.fullmatch(each)
+    ]
+    entries += [("rank_pattern", key, key) for key, _ in adapter.rank_pattern]
+    entries += [("alpha_pattern", key, key) for key, _ in adapter.alpha_pattern]
+    return [
+        f"{field} {entry}"
+        for field, entry, pattern in entries
+        if not any(pattern_value({pattern: True}, name, False) for name in names)
+    ]
+
+
+def used_patterns(patterns: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the patterns that match one of the linears' full names."""
+    return {
+        key: value
+        for key, value in patterns.items()
+        if any(pattern_value({key: True}, name, False) for name in names)
+    }
+
+
 def named_module(name: str) -> Module:
     """Return a linear that has one name."""
     return Module((name,), name.rpartition(".")[2], layer_of(name))
@@ -165,8 +191,8 @@ def rank_and_alpha(settings: Mapping[str, Any], selected: list[Module]) -> tuple
     return {
         "rank": settings["r"],
         "alpha": float(settings["lora_alpha"]),
-        "rank_pattern": tuple(ranks.items()),
-        "alpha_pattern": tuple((key, float(value)) for key, value in alphas.items()),
+        "rank_pattern": tuple(used_patterns(ranks, names).items()),
+        "alpha_pattern": tuple((key, float(value)) for key, value in used_patterns(alphas, names).items()),
         "use_rslora": bool(settings.get("use_rslora")),
     }, unused
 

@@ -201,7 +201,8 @@ def with_possible_answers(rows: RowTable) -> RowTable:
     """Return a table of BFCL with the answers by id that a file of the same name in possible_answer has."""
     path = Path(rows.name)
     place = path.parent / "possible_answer" / path.name
-    if not {"id", "question", "function"} <= set(rows.columns) or "ground_truth" in rows.columns:
+    is_complete = "ground_truth" in rows.columns
+    if is_complete or not {"id", "question", "function"} <= set(rows.columns) or not _is_bfcl(rows):
         return rows
     if not place.is_file():
         hint = f"the answers of BFCL are expected in {place}, or in a column ground_truth"
@@ -210,6 +211,12 @@ def with_possible_answers(rows: RowTable) -> RowTable:
     answers = read_file(place, "prompt")
     by_id = dict(zip(answers.values("id"), answers.values("ground_truth"), strict=True))
     return _derived(rows, {"ground_truth": ("id", lambda row: by_id.get(row.get("id")))}, rows.prompt_column)
+
+
+def _is_bfcl(rows: RowTable) -> bool:
+    """True if the first usable row has turns of a question and descriptions of functions, as in BFCL."""
+    first: Row = next((rows.get(i) for i in range(rows.num_rows) if i not in rows.faults), {})
+    return isinstance(first.get("question"), list) and isinstance(first.get("function"), list | dict)
 
 
 def _derived(

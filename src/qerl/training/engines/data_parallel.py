@@ -131,7 +131,9 @@ class DataParallelRewards:
 
     def take_means(self) -> dict[str, float]:
         """Return RewardPool's metrics over all ranks."""
-        counts = sum(self._ranks.gather(self._pool.take_counts()), Counter[str]())
+        counts = Counter[str]()
+        for each in self._ranks.gather(self._pool.take_counts()):
+            counts.update(each)  # unlike a sum it keeps what is 0
         return reward_means(self._ranks.gather(self._pool.take_sums())) | dict(counts)
 
     def take_failures(self) -> dict[str, tuple[int, str]]:
