@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import tiny_run
-from qerl.tasks.rows.table import open_rows, table
+from qerl.tasks.rows import table
+from qerl.tasks.rows.table import open_rows
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k.py"
 TINY = ["--steps", "2", "--prompts", "2", "--samples", "2", "--max-tokens", "5", "--evaluate", "4"]

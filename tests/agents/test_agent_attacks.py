@@ -14,7 +14,7 @@ from agent_episodes import load_tiny, playing
 
 from qerl.serve.agents.outcomes import OutcomePipe
 from qerl.serve.agents.parser import EpisodeParser
-from qerl.tasks.rows.table import prompt
+from qerl.tasks.rows import prompt
 
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")

@@ -22,7 +22,6 @@ ELSEWHERE = {
     "loggers": "tracking/journal.py",
     "samples.keep_steps": "tracking/sample_files.py",
     "samples.keep_mb": "tracking/sample_files.py",
-    "engine.max_num_batched_tokens": "config/engine.py",
     "learn.max_tokens_per_microbatch": "config/learn.py",
     **dict.fromkeys([f"sample.{name}" for name in ("top_k", "top_p", "min_p", "stop")], _SAMPLING),
 }

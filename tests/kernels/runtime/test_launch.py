@@ -3,7 +3,6 @@
 import ctypes
 import struct
 import threading
-import types
 
 import pytest
 import torch
@@ -38,8 +37,7 @@ def recorder():
 
 @pytest.fixture
 def kernel(recorder, monkeypatch):
-    streams = types.SimpleNamespace(cuda_stream=7)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams)
+    monkeypatch.setattr(nvrtc, "_current_stream", lambda device: 7)
     kernel = nvrtc.compiled("rotary.cu", "rotate", torch.device("cuda:0"), {}, shared_bytes=64, cluster=2)
     kernel.__dict__["_loaded"], kernel.__dict__["_starts_early"] = (recorder, None), True
     return kernel

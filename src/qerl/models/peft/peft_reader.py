@@ -83,7 +83,7 @@ def adapter_config(path: str) -> AdapterConfig:
     layers = {m.layer for m in modules if m.layer is not None}
     parts = tuple(sorted({part for each in targets for part in _FUSED.get(each, (each,))}))
     is_partial = len({m.part for m in modules}) * len(layers) > len(set(modules))
-    if is_partial and not is_everywhere:  # not the same linears in each layer
+    if is_partial and not is_everywhere and not _selects_layers(settings):  # linears differ by layer
         names = {f"{m.names[0].rpartition('.')[0]}.{part}" for m in modules for part in _parts(m)}
         parts, is_everywhere = tuple(sorted(names)), True
     return AdapterConfig(
@@ -171,6 +171,14 @@ def _targets(settings: dict[str, Any], modules: list[Module]) -> tuple[set[str],
     )
     listed = set() if excluded else {each.rpartition(".")[2] for each in targets}
     return parts | listed, not (layers or excluded)
+
+
+def _selects_layers(settings: dict[str, Any]) -> bool:
+    """True if the linears are all of some names in some layers, of which a hybrid's layers have different
+    ones."""
+    targets, layers = settings.get("target_modules"), settings.get("layers_to_transform")
+    has_names = isinstance(targets, list) and not any("." in each for each in targets)
+    return has_names and bool(_listed(layers)) and not settings.get("exclude_modules")
 
 
 def _parts(module: Module) -> tuple[str, ...]:
