@@ -5,6 +5,7 @@ import pytest
 
 from qerl.cli.export import usage_lines
 from qerl.cli.result import print_result, result_lines, take_flag
+from qerl.config import AdapterConfig
 from qerl.config.options import ExportOptions
 from qerl.tracking.metric_text import plain_line
 
@@ -76,6 +77,7 @@ def test_an_export_says_what_it_wrote_and_how_it_is_used(tmp_path, form, said):
     out = tmp_path / "out"
     out.mkdir()
     (out / "weights").write_bytes(bytes(2_500_000))
-    lines = usage_lines(ExportOptions(run=Path("run"), out=out, form=form), "owner/base", rank=48)
+    adapter = AdapterConfig(rank=8, rank_pattern=(("q_proj", 48),))
+    lines = usage_lines(ExportOptions(run=Path("run"), out=out, form=form), "owner/base", adapter)
     assert "2.5 MB" in lines[0] and str(out) in lines[0]
     assert any(said.replace("OUT", str(out)) in line for line in lines)

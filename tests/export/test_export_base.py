@@ -122,7 +122,7 @@ def test_the_commands_of_the_card_write_the_base_and_the_last_line_names_it(tmp_
     said = f"{config.model.path} quantized to nvfp4"
     assert f"the adapter was trained on {said}; `qerl export {run} base --as base`" in capsys.readouterr().err
     card = (adapter / "README.md").read_text()
-    assert f"It was trained on {said}." in card and "--max-lora-rank 4 " in card
+    assert f"It was trained on {said}." in card and "--max-lora-rank 8 " in card
     written = []
     for number, command in enumerate(commands_of(card)):
         monkeypatch.chdir(tmp_path)

@@ -118,6 +118,7 @@ def test_an_unloaded_adapter_is_unknown_and_answers_what_it_has(client, served, 
         ("load", {"lora_name": "x", "lora_path": "wide"}, 400, "the model's are"),
         ("load", {"lora_name": "x y", "lora_path": "one"}, 400, "letters, digits"),
         ("load", {"lora_name": "x"}, 400, "lora_path must be given"),
+        ("load", {"lora_name": "tiny", "lora_path": "one"}, 400, "tiny is the model"),
         ("unload", {"lora_name": "x"}, 404, "there is no adapter 'x'"),
     ],
 )

@@ -1,5 +1,6 @@
 """Chat in a real terminal, and `qerl generate`."""
 
+import dataclasses
 import fcntl
 import io
 import os
@@ -15,6 +16,7 @@ import pytest
 
 import tiny_run
 from qerl.cli import main
+from qerl.config import RunConfig, SampleConfig
 from qerl.config.options import GenerateOptions
 from qerl.errors import UserError
 from qerl.serve.chat import Chat
@@ -75,6 +77,15 @@ def test_a_run_on_plain_texts_continues_the_prompt_as_it_was_trained_to(files, t
     assert capsys.readouterr().out != longer
 
 
+def test_a_run_gives_its_answers_all_of_its_sampling(monkeypatch):
+    sample, given = SampleConfig(max_tokens=9, top_k=5, top_p=0.9, min_p=0.1, stop=("w",)), []
+    monkeypatch.setattr("qerl.cli.generate.read_run_config", lambda _: RunConfig(sample=sample))
+    monkeypatch.setattr("qerl.cli.generate.check_place", lambda _: None)
+    monkeypatch.setattr("qerl.serve.chat.generate", lambda *arguments: given.append(arguments[3]))
+    main.command(["generate", "run", "hello"])
+    assert all(getattr(given[0], name) == value for name, value in dataclasses.asdict(sample).items())
+
+
 def test_without_the_chat_template_texts_are_apart(model):
     chat = Chat(model, GenerateOptions(seed=1, max_tokens=4, chat=False), io.StringIO())
     asked = []
@@ -96,6 +107,14 @@ def test_an_answer_that_cannot_have_its_tokens_is_told_once(model, capsys):
     assert told.count("max_tokens is 100000") == 1 and "there is room for " in told
     Chat(model, GenerateOptions(seed=1, max_tokens=20), io.StringIO()).answer("hello")
     assert capsys.readouterr().err == ""
+
+
+def test_an_answer_of_the_most_likely_tokens_alone_is_greedy(model):
+    answers = []
+    for how in ({"temperature": 0.0}, {"top_k": 1}, {"min_p": 1.0}, {}):
+        Chat(model, GenerateOptions(seed=1, max_tokens=20, **how), out := io.StringIO()).answer("hello")
+        answers.append(out.getvalue())
+    assert answers[0] == answers[1] == answers[2] != answers[3]
 
 
 def test_an_answer_is_written_token_by_token(model):

@@ -7,10 +7,12 @@ import weakref
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from qerl.config import ModelConfig
 from qerl.config.options import TinkerOptions
 from qerl.errors import UserError
+from qerl.tinker.bodies import SaveForSampler
 from qerl.tinker.requests import GoneError, Requests
 from qerl.tinker.sampling import SampleWork, sample_turn
 from qerl.tinker.service import Service
@@ -194,6 +196,20 @@ def test_a_failure_fails_those_that_joined_too():
     worker.close()
 
 
+def test_a_cancelled_sample_whose_weights_are_gone_fails_no_other():
+    worker, gone, other = DeviceWorker(1.0), sampling_job(9, 1), sampling_job(9, 2)
+    weights = {2: 0}
+    lane = sampling_lane([], lambda: None, lambda work: weights[work.tokens_T[0]])
+    gone.is_cancelled = True
+    for job in (gone, other):
+        worker.submit(lane, job)
+    worker.start()
+    assert other.future.result(10)
+    with pytest.raises(UserError, match="was cancelled"):
+        gone.future.result(10)
+    worker.close()
+
+
 @pytest.fixture
 def service(tmp_path):
     slot = types.SimpleNamespace(decoder=types.SimpleNamespace(device=torch.device("cpu")))
@@ -257,3 +273,18 @@ def test_an_unloaded_model_leaves_room_for_another(service):
     wait_for_worker(service)
     assert adapter() is None
     create(service)
+
+
+def test_a_request_without_a_number_runs_after_those_with_numbers(service):
+    _, model, _ = create(service)
+    order = []
+    ids = [service.submit(model, seq, lambda seq=seq: order.append(seq) or {}) for seq in (3, None, 1, 2)]
+    assert len(set(ids)) == 4
+    for each in ids:
+        service.job(each).future.result(10)
+    assert order == [1, 2, 3, None]
+
+
+def test_a_sampler_does_not_overwrite_a_checkpoint():
+    with pytest.raises(ValidationError, match="overwrite"):
+        SaveForSampler(model_id="m", path="p", overwrite=True)

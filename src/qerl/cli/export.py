@@ -4,11 +4,10 @@ import shlex
 import sys
 
 from qerl.cli.arguments import announce, parse_options
+from qerl.config import AdapterConfig
 from qerl.config.options import ExportOptions
 from qerl.config.stored import read_config_file
 from qerl.errors import UserError, did_you_mean_folder
-
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that its --max-lora-rank takes
 
 
 def run(arguments: list[str]) -> None:
@@ -27,7 +26,7 @@ def run(arguments: list[str]) -> None:
     check_output_folder(options.out)
     repo = options.push_to_hub and create_repo(options.push_to_hub, is_public=options.public)
     export(config, options)
-    for line in usage_lines(options, base_name(config.model.path), config.adapter.rank):
+    for line in usage_lines(options, base_name(config.model.path), config.adapter):
         print(line, file=sys.stderr)
     if repo:
         announce(f"uploading {options.out} to {repo}", sys.stderr)
@@ -35,19 +34,21 @@ def run(arguments: list[str]) -> None:
     print(options.out)
 
 
-def usage_lines(options: ExportOptions, base: str, rank: int) -> list[str]:
+def usage_lines(options: ExportOptions, base: str, adapter: AdapterConfig) -> list[str]:
     """Return what was written, and how other programs use it."""
     size_mb = sum(file.stat().st_size for file in options.out.iterdir() if file.is_file()) / 1e6
     out = shlex.quote(str(options.out))
     kind = "a PEFT adapter" if options.form == "peft" else f"a model ({options.form})"
     lines = [f"wrote {kind}, {size_mb:,.1f} MB, to {out}"]
     if options.form == "peft":
-        limit = next((each for each in _VLLM_RANKS if each >= rank), rank)
+        from qerl.export.adapter_card import vllm_rank
+
         load = f'AutoModelForCausalLM.from_pretrained("{base}")'
+        lora = f"--enable-lora --max-lora-rank {vllm_rank(adapter.max_rank)}"
         return [
             *lines,
             f'  PEFT   PeftModel.from_pretrained({load}, "{options.out}")',
-            f"  vLLM   vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {limit} --lora-modules"
+            f"  vLLM   vllm serve {shlex.quote(base)} {lora} --lora-modules"
             f" {shlex.quote(options.out.name)}={out}",
         ]
     if options.form == "gguf-ready":

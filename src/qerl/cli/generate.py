@@ -1,5 +1,6 @@
 """Generate an answer to a prompt, or chat with a model or a run in the terminal."""
 
+import dataclasses
 import sys
 
 from qerl.cli.arguments import announce, names_or_help, parse_options
@@ -29,10 +30,7 @@ def run(arguments: list[str]) -> None:
         default = GenerateOptions(
             model=config.model,
             system_prompt=config.task.system_prompt,
-            temperature=config.sample.temperature,
-            top_p=config.sample.top_p,
-            max_tokens=config.sample.max_tokens,
-            stop=config.sample.stop,
+            **dataclasses.asdict(config.sample),
             chat=config.task.chat == "all",
         )
     options = parse_options(GenerateOptions, arguments, f"generate {source}", default, DESCRIPTION)

@@ -150,8 +150,14 @@ class GenerateOptions:
     temperature: float = 1.0
     """Divides the logits; 0 picks the most likely token."""
 
+    top_k: int | None = None
+    """Sample from the k most likely tokens."""
+
     top_p: float | None = None
     """Sample from the smallest set of tokens with this total probability."""
+
+    min_p: float | None = None
+    """Drop tokens below this fraction of the most likely token's probability."""
 
     max_tokens: int = 1024
     """Maximum tokens of an answer."""
@@ -172,10 +178,11 @@ class GenerateOptions:
 
     def __post_init__(self):
         check_numbers(self)
-        check_positive(self, "max_tokens")
+        check_positive(self, "max_tokens", "top_k")
         require(self.temperature >= 0, f"temperature must not be negative, got {self.temperature}")
-        top_p = 1 if self.top_p is None else self.top_p
-        require(0 < top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            require(value is None or 0 < value <= 1, f"{name} must lie in (0, 1], got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,14 @@ _PLAIN = """
 """
 
 
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def vllm_rank(rank: int) -> int:
+    """Return the least of the values that vLLM's --max-lora-rank has, for an adapter of this rank."""
+    return next((each for each in _VLLM_RANKS if each >= rank), rank)
+
+
 def adapter_card(name: str, model: ModelConfig, run: Path | None, rank: int) -> str:
     """Return a README.md. run: the folder of the run, None for an adapter without one."""
     base = base_name(model.path)
@@ -50,7 +58,7 @@ def card_text(name: str, facts: Mapping[str, Any], text: str) -> str:
 
 
 def base_section(model: ModelConfig, run: Path | None, rank: int) -> str:
-    """Return the section about the base."""
+    """Return the section about the base. rank: the largest of the adapter."""
     base, trained = base_name(model.path), trained_on(model)
     if trained is None:
         return f"\n## Base\n\nIt was trained on the weights of {base} as they are.\n"
@@ -60,7 +68,7 @@ def base_section(model: ModelConfig, run: Path | None, rank: int) -> str:
     one = "Each line" if len(commands) > 1 else "This line"
     shown = "\n".join(f"    {command}" for command in commands)
     load = _PACKED if _is_packed(model) else _PLAIN
-    serve = f"vllm serve base --enable-lora --max-lora-rank {rank} --lora-modules adapter=ADAPTER"
+    serve = f"vllm serve base --enable-lora --max-lora-rank {vllm_rank(rank)} --lora-modules adapter=ADAPTER"
     return f"{text}{one} writes the base that it was trained on:\n\n{shown}\n{load}\nor `{serve}`.\n"
 
 

@@ -217,6 +217,8 @@ class Routes:
             raise ApiError(403, "the server was started without --adapter-folder", code="no_adapters")
         if body.lora_path is None:
             raise ApiError(400, "lora_path must be given", param="lora_path")
+        if body.lora_name == self._parser.name:
+            raise ApiError(400, f"lora_name: {body.lora_name} is the model", param="lora_name")
         try:
             await asyncio.to_thread(self._parser.adapters.load, body.lora_name, body.lora_path)
         except UserError as error:

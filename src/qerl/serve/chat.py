@@ -102,7 +102,9 @@ class Chat:
             sampling=Sampling(
                 max_tokens=options.max_tokens,
                 temperature=options.temperature,
+                top_k=options.top_k,
                 top_p=options.top_p,
+                min_p=options.min_p,
                 stop=options.stop,
             ),
             seed=self._seed,

@@ -50,15 +50,18 @@ class OptimStep(OfModel):
     adam_params: dict[str, float]
 
 
-class SaveWeights(OfModel):
+class _Save(OfModel):
     path: str | None = None
     seq_id: _Count | None = None
     ttl_seconds: Annotated[int, Field(gt=0, lt=2**31)] | None = None
-    overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
 
-class SaveForSampler(SaveWeights):
+class SaveWeights(_Save):
+    overwrite: bool = False
+
+
+class SaveForSampler(_Save):
     sampling_session_seq_id: _Count | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 

@@ -130,7 +130,7 @@ def sample_turn(
     with engine.live_batch(max_positions) as batch:
         new = list(turn.jobs)
         while new or live:
-            for job in new:
+            for job in itertools.filterfalse(lambda job: job.is_cancelled, new):  # its weights may be gone
                 # behind one that waits nobody joins, or it might wait for ever
                 if later or (row := row_of(job.work)) is None:
                     later.append(job)
@@ -150,9 +150,7 @@ def sample_turn(
 
 
 def _add(batch: LiveBatch, job: Job, row: int) -> _Collected | None:
-    """Let the request join; None if it failed or was cancelled."""
-    if job.is_cancelled:
-        return None
+    """Let the request join; None if it failed."""
     if job.progress is None:
         job.progress = _Collected(job)
     request: _Collected = job.progress

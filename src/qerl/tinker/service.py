@@ -129,6 +129,7 @@ class Service:
     def end_session(self, session_id: str) -> None:
         """Free all that the session has; its checkpoints stay."""
         session = self.sessions.pop(session_id, TinkerSession(0.0))
+        self.requests.end(session_id)  # before the worker drops what they read
         for model_id in session.models:
             self._end_model(model_id)
         for sampler_id in session.samplers:
@@ -137,7 +138,6 @@ class Service:
                 self.worker.drop(lane)
             if sampler.snapshot is not None:
                 self.worker.run_later(partial(self.snapshots.drop, sampler.snapshot))
-        self.requests.end(session_id)
 
     def unload(self, model_id: str) -> None:
         """Free a training client; its samplers and checkpoints stay."""
@@ -200,8 +200,8 @@ class Service:
         return request_id
 
     def submit(self, model: TrainedModel, seq: int | None, work: Callable[[], Result]) -> str:
-        """Run the work after the model's requests of lower numbers; return its id. seq None: the next."""
-        seq = model.next_seq + len(model.waiting) if seq is None else seq
+        """Run the work after the model's requests of lower numbers; return its id. seq None: after all."""
+        seq = max([model.next_seq - 1, *model.waiting]) + 1 if seq is None else seq
         request_id = f"{model.model_id}:{seq}"
         if request_id in self.requests:
             return request_id

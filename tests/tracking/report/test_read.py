@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl.tracking.dashboard.follow import RunFollower
 from qerl.tracking.metric_text import plain_line
 from qerl.tracking.report import page
 from qerl.tracking.report.read import Place, RecordedRun, read_run, select_places
@@ -304,3 +305,14 @@ def test_the_later_of_two_evaluations_at_a_step_counts_and_none_beyond_the_last_
         (0, "greedy 0"),
         (7, "again"),
     }
+
+
+def test_a_damaged_step_and_missing_samples_hide_no_held_out_answer(tmp_path):
+    write_held_out(tmp_path, [0, 100])
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(b"damaged\n" + metrics.read_bytes().partition(b"\n")[2])
+    for groups in (
+        read_run(tmp_path, "run", max_samples=9).held_out,
+        RunFollower(tmp_path, "run").held_out(),
+    ):
+        assert {sample["step"] for sample in groups[0]["samples"]} == {0, 100}

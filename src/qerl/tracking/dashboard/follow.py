@@ -130,9 +130,9 @@ class RunFollower:
 
     def steps(self) -> list[int]:
         """Return the steps whose samples are complete, since their metrics are there too."""
-        last = self._records[-1]["step"] if self._records else -1
+        num_completed = read.completed_steps(self._records)
         known = {*self._newest, *(step for places in self._older.values() for step in places)}
-        return sorted(step for step in known if step <= last)
+        return sorted(step for step in known if step < num_completed)
 
     def groups(self, step: int) -> list[dict[str, Any]]:
         """Return the samples of a step, by prompts."""
@@ -149,7 +149,7 @@ class RunFollower:
 
     def held_out(self) -> list[dict[str, Any]]:
         """Return the answers to held-out problems, by problem."""
-        return read.read_held_out(self._folder, self.steps()[-1] + 1 if self.steps() else 0, [])
+        return read.read_held_out(self._folder, read.completed_steps(self._records), [])
 
     def _places(self, step: int) -> list[read.Place]:
         older = [places[step] for places in self._older.values() if step in places]
@@ -171,7 +171,7 @@ class RunFollower:
         state = "complete" if is_complete else "running" if _is_alive(self._folder / ".lock") else "stopped"
         config = self._objects["facts"].get("config")
         planned = read.number(config.get("num_steps")) if isinstance(config, dict) else None
-        num_steps = self._records[-1]["step"] + 1 if self._records else 0
+        num_steps = read.completed_steps(self._records)
         words = [f"step {num_steps} of {planned:.0f}" if planned else f"step {num_steps}"]
         if state == "running":
             step_seconds = [read.number(record.get("step_s")) or 0.0 for record in self._records[-20:]]

@@ -93,6 +93,11 @@ def number(value: Any) -> float | None:
     return float(value) if abs(value) >= _MIN_NUMBER else 0.0
 
 
+def completed_steps(records: Sequence[Mapping[str, Any]]) -> int:
+    """Return the steps that the run has completed, by its last record: damaged ones before are missing."""
+    return records[-1]["step"] + 1 if records else 0
+
+
 def has_step(record: Mapping[str, Any]) -> bool:
     """True if the record says which step of a run it is from."""
     step = record.get("step")
@@ -124,7 +129,7 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
         **objects,
         records=records,
         groups=groups,
-        held_out=read_held_out(folder, len(records), notices),
+        held_out=read_held_out(folder, completed_steps(records), notices),
         notices=notices,
         coverage=coverage,
         progress=[],

@@ -24,7 +24,7 @@ from qerl.tracking.report.curve import (
     stacked_svg,
 )
 from qerl.tracking.report.facts import swatch
-from qerl.tracking.report.read import Points, RecordedRun, changes, number
+from qerl.tracking.report.read import Points, RecordedRun, changes, completed_steps, number
 
 PHASES = ("rollout", "reward", "teacher", "learn", "publish", "evaluate", "checkpoint")
 """Phases of a step; the rest of its time is shown as other."""
@@ -157,7 +157,7 @@ def evaluated(run: RecordedRun, name: str, after: int = -1) -> Points:
     """Return (completed steps, held-out figure): before training, during it, and at its end; of more steps
     than `after` alone."""
     points = run.points(f"eval_{name}")
-    last = run.records[-1]["step"] + 1 if run.records else 0
+    last = completed_steps(run.records)
     ends = {m: int(n[1]) for m in run.evaluations if (n := re.fullmatch(r"after_([0-9]{1,15})_steps", m))}
     for moment, steps in {"before": 0, **ends, "after": last}.items():
         scores = run.evaluations.get(moment)
@@ -236,7 +236,7 @@ def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -
 
 def num_steps(runs: Sequence[RecordedRun]) -> float:
     """Return the last step of the longest run, at least 1."""
-    return float(max([1, *(run.records[-1]["step"] + 1 for run in runs if run.records)]))
+    return float(max([1, *(completed_steps(run.records) for run in runs)]))
 
 
 def accuracy_is_reward(runs: Sequence[RecordedRun]) -> bool:
