@@ -43,7 +43,7 @@ def test_no_field_takes_a_number_that_is_not_finite(value):
     assert len(CASES) > 60
     for kind, names, is_tuple in CASES:
         given = (0.5, value) if is_tuple else value
-        given = (("min_digits", value),) if names[-1] == "gym_options" else given
+        given = (("min_digits", value),) if names[-1] in ("gym_options", "alpha_pattern") else given
         with pytest.raises(UserError, match=names[-1]):
             with_value(kind(), names, given)
 
