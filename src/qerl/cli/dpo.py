@@ -5,13 +5,13 @@ from typing import Annotated
 
 import tyro
 
-from qerl.cli.arguments import announce_run, expand, parse_options, wants_help
+from qerl.cli.arguments import announce_run
 from qerl.cli.help import Help
-from qerl.cli.result import print_result, take_flag
-from qerl.cli.sft import SftOptions, run_config
-from qerl.cli.train import COMMON, check_early, take_init_adapter
+from qerl.cli.result import print_result
+from qerl.cli.sft import SftOptions, parse_rows_options, run_config
+from qerl.cli.train import COMMON, check_early
 from qerl.config import DpoConfig, LearnConfig, SftConfig
-from qerl.errors import UserError, require
+from qerl.errors import require
 
 DESCRIPTION = f"""{__doc__}
 
@@ -58,15 +58,7 @@ class DpoOptions(SftOptions):
 
 
 def run(arguments: list[str]) -> None:
-    if wants_help(arguments):
-        parse_options(DpoOptions, arguments, "dpo", help=HELP)
-    as_json, arguments = take_flag(arguments, "--json")
-    adapter, arguments = take_init_adapter(arguments)
-    arguments = expand(arguments, _SHORT)
-    default = DpoOptions() if adapter is None else DpoOptions(adapter=adapter)
-    options = parse_options(DpoOptions, arguments, "dpo", default, HELP)
-    if not options.sft.data:
-        raise UserError("dpo needs --data: a .jsonl, .json, .parquet or .csv file, or a hub id")
+    options, as_json = parse_rows_options(DpoOptions, arguments, "dpo", HELP)
     losses = " and ".join(options.dpo.loss_type)
     model = f"{options.model.path} in {options.model.format}"
     announce_run(f"dpo {options.sft.data}: {losses} loss, {model}, {options.out}")

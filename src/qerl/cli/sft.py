@@ -1,7 +1,7 @@
 """Fine-tune a model on chats, completions or texts, with or without RL after it."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
@@ -103,22 +103,33 @@ class SftOptions:
         )
 
 
+_Options = TypeVar("_Options", bound=SftOptions)
+
+
 def run(arguments: list[str]) -> None:
-    if wants_help(arguments):
-        parse_options(SftOptions, arguments, "sft", help=HELP)
-    as_json, arguments = take_flag(arguments, "--json")
-    adapter, arguments = take_init_adapter(arguments)
-    arguments = expand(arguments, _SHORT)
-    default = SftOptions() if adapter is None else SftOptions(adapter=adapter)
-    options = parse_options(SftOptions, arguments, "sft", default, HELP)
-    if not options.sft.data:
-        raise UserError("sft needs --data: a .jsonl, .json, .parquet or .csv file, or a hub id")
+    options, as_json = parse_rows_options(SftOptions, arguments, "sft", HELP)
     announce_run(f"sft {options.sft.data}: {options.model.path} in {options.model.format}, {options.out}")
     config = run_config(options)
     check_early(config)
     from qerl.training.sft import fine_tune  # imports torch and transformers, which takes seconds
 
     print_result(fine_tune(config, max_steps=options.max_steps), as_json=as_json)
+
+
+def parse_rows_options(
+    kind: type[_Options], arguments: list[str], command: str, help: Help
+) -> tuple[_Options, bool]:
+    """Return the options of a command over rows, and True if its result is to be JSON. Raise UserError if
+    they name no rows."""
+    if wants_help(arguments):
+        parse_options(kind, arguments, command, help=help)
+    as_json, arguments = take_flag(arguments, "--json")
+    adapter, arguments = take_init_adapter(arguments)
+    default = kind() if adapter is None else kind(adapter=adapter)
+    options = parse_options(kind, expand(arguments, help.short), command, default, help)
+    if not options.sft.data:
+        raise UserError(f"{command} needs --data: a .jsonl, .json, .parquet or .csv file, or a hub id")
+    return options, as_json
 
 
 def run_config(options: SftOptions) -> RunConfig:
