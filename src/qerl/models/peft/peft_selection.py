@@ -102,20 +102,16 @@ def unused_entries(adapter: AdapterConfig, targets: Iterable[str], names: Collec
     ]
     entries += [("rank_pattern", key, key) for key, _ in adapter.rank_pattern]
     entries += [("alpha_pattern", key, key) for key, _ in adapter.alpha_pattern]
-    return [
-        f"{field} {entry}"
-        for field, entry, pattern in entries
-        if not any(pattern_value({pattern: True}, name, False) for name in names)
-    ]
+    return [f"{field} {entry}" for field, entry, pattern in entries if not _matches_any(pattern, names)]
 
 
 def used_patterns(patterns: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the patterns that match one of the linears' full names."""
-    return {
-        key: value
-        for key, value in patterns.items()
-        if any(pattern_value({key: True}, name, False) for name in names)
-    }
+    return {key: value for key, value in patterns.items() if _matches_any(key, names)}
+
+
+def _matches_any(pattern: str, names: Collection[str]) -> bool:
+    return any(pattern_value({pattern: True}, name, False) for name in names)
 
 
 def named_module(name: str) -> Module:
