@@ -86,10 +86,11 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     """Take the calibrated checkpoint from the cache, or make it and keep it there."""
     model, source = config.model, locate(config.model.path)
     name = "model.calibrate gptq"
-    if layout_of(source.open()) is not None:
+    checkpoint = source.open()
+    if layout_of(checkpoint) is not None:
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
     tokenizer, task = load_task(config)
-    max_tokens = _max_tokens(config.model)
+    max_tokens = calibration_tokens(architecture_of(checkpoint), torch.device(model.device))
     prompts = calibration_cache.calibration_prompts(config, task, _MAX_CALLS, max_tokens)
     settings = {"tokens": max_tokens, "samples": NUM_SAMPLES, "max_sample_tokens": MAX_SAMPLE_TOKENS}
     settings |= {"damping": FLOAT_DAMPING, "sweeps": SWEEPS}
@@ -99,7 +100,7 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
         notice(note["line"])
         return
     notice(f"{name}: quantizing {model.path}")
-    _calibrate(config, base, tokenizer, task, notice)
+    _calibrate(config, base, tokenizer, task, max_tokens, notice)
     calibration_cache.store(key, base, notice)
 
 
@@ -108,15 +109,16 @@ def _calibrate(
     base: Path,
     tokenizer: PreTrainedTokenizerBase,
     task: Task,
+    max_tokens: int,
     notice: Callable[[str], None],
 ) -> None:
     model, source, begin = config.model, locate(config.model.path), time.perf_counter()
     checkpoint, name = source.open(), "model.calibrate gptq"
     resident = model.operand == "resident"
     sampler = _float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
-    groups = _sampled(config, sampler, tokenizer, task)
+    groups = _sampled(config, sampler, tokenizer, task, max_tokens)
     sampled = time.perf_counter()
-    rows = pack_groups(groups, max_tokens=_max_tokens(model), device=torch.device(model.device))
+    rows = pack_groups(groups, max_tokens=max_tokens, device=torch.device(model.device))
     loaded = _LoadedLinears(checkpoint, sampler)
     decoder = _float_decoder(loaded, torch.float32, model.device, resident=False)
     requantize(
@@ -137,10 +139,6 @@ def _calibrate(
     write_packed(decoder, source, base, notes={NOTE: note})
 
 
-def _max_tokens(model: ModelConfig) -> int:
-    return calibration_tokens(architecture_of(locate(model.path).open()), torch.device(model.device))
-
-
 def _progress(name: str, notice: Callable[[str], None]) -> Callable[[str], None]:
     """Return a notice of layers that passes on at most one every 15 s, with the seconds so far."""
     begin = noticed = time.monotonic()
@@ -155,17 +153,17 @@ def _progress(name: str, notice: Callable[[str], None]) -> Callable[[str], None]
 
 
 def _sampled(
-    config: RunConfig, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, task: Task
+    config: RunConfig, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, task: Task, num_wanted: int
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """Return prompts, each with samples of the float model: `calibration_tokens` if the task has as many."""
+    """Return prompts, each with samples of the float model: num_wanted tokens if the task has as many."""
     stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
     engine = PagedEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
     max_tokens = min(config.sample.max_tokens, MAX_SAMPLE_TOKENS)
     sampling = dataclasses.replace(sampling_of(config), max_tokens=max_tokens)
     samples_by_prompt: dict[int, tuple[list[int], list[list[int]]]] = {}
-    num_tokens, max_tokens_in_all = 0, _max_tokens(config.model)
+    num_tokens = 0
     for prompts_P in calibration_cache.new_prompts(config, task, _MAX_CALLS):
-        if num_tokens >= max_tokens_in_all:
+        if num_tokens >= num_wanted:
             break
         request = GenerateRequest(
             prompts_P, num_samples=NUM_SAMPLES, sampling=sampling, seed=config.seed, step=EVALUATION_STEP
