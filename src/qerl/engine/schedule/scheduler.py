@@ -129,12 +129,13 @@ class Scheduler:
             if num_live >= self._max_num_seqs + self._max_ahead * is_short:
                 break
             group = self._not_admitted[0]
-            prompts += self.space.prompt(group)
+            prompt = self.space.prompt(group)
+            prompts += prompt
             longest = max(longest, self.space.own_pages(group))
             self.has_postponed = num_tokens >= self._max_admitted_tokens
-            if self.has_postponed or not self._fits(group, reserved):
-                break
-            if not self.space.can_finish(prompts, longest):
+            needed = prompt + self.space.first_sample(group) + reserved
+            fits = self.space.has_free(needed) and self.space.can_finish(prompts, longest)
+            if self.has_postponed or not fits:
                 break
             self._not_admitted.popleft()
             self.space.allocate_prompt(group)
@@ -146,10 +147,6 @@ class Scheduler:
             admitted.append(group)
         self._waiting.extend(s for group in admitted for s in group.samples_G if s.finish is None)
         return admitted
-
-    def _fits(self, group: LiveGroup, reserved: Space) -> bool:
-        """True if the group's prompt and first sample fit next to the reserved space."""
-        return self.space.has_free(self.space.prompt(group) + self.space.first_sample(group) + reserved)
 
     def schedule(self) -> list[LiveSample]:
         """Move waiting samples to the running batch, oldest first, with pages up to their newest token.
