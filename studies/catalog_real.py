@@ -36,7 +36,7 @@ BASE = RunConfig(
     engine=EngineConfig(max_num_seqs=256, kv_cache_gb=6.0),
     evaluate=EvalConfig(num_prompts=256, every=10),
     learn=LearnConfig(
-        learning_rate=5e-5, warmup_ratio=0.05, lr_scheduler_type="constant", max_tokens_per_microbatch=4096
+        learning_rate=5e-5, warmup_ratio=0.05, lr_scheduler_type="constant", max_tokens_per_microbatch=16384
     ),
 )
 """64 problems x 8 samples a step, one update, LoRA of rank 32; 256 test problems every 10 steps."""

@@ -25,6 +25,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from qerl.errors import RunError, UserError
 from qerl.tracking.atomic_file import Lock
 from qerl.tracking.provenance import environment
@@ -65,9 +67,21 @@ def rewrite_pages(study: Study, folder: Path) -> Path:
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    """Return a pool whose processes are reused for all runs, so that each compiles its kernels once."""
+    """Return a pool whose processes are reused for all runs, so that each compiles its kernels once. They
+    take the GPUs in turn."""
     context = get_context("spawn")
-    return ProcessPoolExecutor(workers, context, initializer=_end_with_parent, initargs=(os.getpid(),))
+    begun = context.Value("i", 0)
+    return ProcessPoolExecutor(
+        workers, context, initializer=_begin_worker, initargs=(os.getpid(), begun, visible_gpus())
+    )
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(i) for i in range(torch.cuda.device_count())]
+    return [name for name in named.split(",") if name.strip()]
 
 
 def choice_jobs(study: Study, folder: Path) -> list[Job]:
@@ -163,6 +177,15 @@ def _line_of(job: Job, future: Future[Line]) -> Line:
     except (Exception, SystemExit) as error:  # a run can fail with anything
         where = f"{job.task}, {job.arm}, seed {job.seed}"
         raise RunError(f"{where}: {type(error).__name__}: {error}; see {job.folder / 'log.txt'}") from error
+
+
+def _begin_worker(parent: int, begun: Any, gpus: list[str]) -> None:
+    """begun: number of workers before this one, shared by all."""
+    with begun.get_lock():
+        turn, begun.value = begun.value, begun.value + 1
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[turn % len(gpus)]
+    _end_with_parent(parent)
 
 
 def _end_with_parent(parent: int) -> None:

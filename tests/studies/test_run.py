@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import re
 import signal
+import time
+from collections import Counter
 
 import pytest
 import tiny_study
@@ -199,3 +201,18 @@ def test_more_seeds_than_the_exact_test_can_count_are_refused_before_a_run(files
     assert len(select(study, seeds=40, arms=(), tasks=()).seeds) == 40
     with pytest.raises(UserError, match=r"41 seeds of 1 tasks make 41 pairs, .* takes at most 40"):
         select(study, seeds=41, arms=(), tasks=())
+
+
+def _gpu_of_worker(number):
+    time.sleep(0.2)  # so that every worker of the pool gets a job
+    return os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize("named, counts", [("3,5", [2, 2]), ("", [4])])
+def test_workers_take_the_visible_gpus_in_turn(monkeypatch, named, counts):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr(run_module, "get_context", lambda _: multiprocessing.get_context("fork"))
+    with run_module._pool(4) as pool:
+        gpus = dict(pool.map(_gpu_of_worker, range(8)))
+    assert sorted(Counter(gpus.values()).values()) == counts
+    assert set(gpus.values()) == set(named.split(","))
