@@ -11,6 +11,7 @@ from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
 from qerl.cost.cache import page_bytes
 from qerl.engine.decode.kernel_forward import NO_KERNELS, KernelForward
+from qerl.engine.decode.runner import DecodeRunner
 from qerl.errors import UserError
 from qerl.models.peft.adapter import adapter_tensors, add_adapter
 
@@ -92,6 +93,19 @@ def test_the_noise_in_the_norms_is_the_sampling_policys(decoder, plain):
 )
 def test_a_sample_does_not_depend_on_the_engines_settings(decoder, plain, settings):
     assert_same(drawn(engine_of(decoder, **settings), prompts_of(*LENGTHS)), plain)
+
+
+def test_samples_join_and_leave_while_a_burst_runs(decoder, plain, monkeypatch):
+    unread, set_batch = [], DecodeRunner.set_batch
+
+    def noted(runner, *rows):
+        unread.append(runner.num_unread_steps)
+        set_batch(runner, *rows)
+
+    monkeypatch.setattr(DecodeRunner, "set_batch", noted)
+    engine = engine_of(decoder, max_num_seqs=4, decode_steps_per_sync=2)
+    assert_same(drawn(engine, prompts_of(*LENGTHS)), plain)
+    assert unread[0] == 0 and sum(steps > 0 for steps in unread) > len(unread) / 2
 
 
 @pytest.mark.parametrize("burst_steps", [1, 3, 16])

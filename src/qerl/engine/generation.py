@@ -197,10 +197,17 @@ class Generation:
             num_steps = scheduler.steps_without_preemption(self._steps_left(), runner.num_unread_steps)
         if num_steps > 0:
             self._decode(num_steps)
-        elif runner.num_unread_bursts:
+        elif runner.num_unread_bursts and not self._can_reschedule:
             self._read()
         else:
             self._reschedule()
+
+    @property
+    def _can_reschedule(self) -> bool:
+        """True if the batch can be rebuilt while a burst runs: no sample of it is preempted or resumed."""
+        scheduler, num_unread = self._scheduler, self._runner.num_unread_steps
+        has_running = self._needs_reschedule and bool(scheduler.running)
+        return has_running and scheduler.steps_without_preemption(1, num_unread) > 0
 
     def _steps_left(self) -> int:
         """Return the maximum length of the next burst: until the longest running sample must have ended."""
@@ -216,9 +223,9 @@ class Generation:
             self._read()
 
     def _reschedule(self) -> None:
-        """Rebuild the running batch. Every burst must have been read."""
+        """Rebuild the running batch. Samples of an unread burst go on where it ends."""
         start_s, scheduler = time.perf_counter(), self._scheduler
-        scheduler.allocate()
+        scheduler.allocate(self._runner.num_unread_steps + 1)
         self._fill_pages(scheduler.schedule())
         admitted = scheduler.admit()
         if admitted:

@@ -1,6 +1,6 @@
 """Run decode steps in bursts: the device samples many tokens in a row before the host reads any.
 
-    set_batch   the running samples become rows 0..B-1 of the DecodeState; the host knows all their tokens
+    set_batch   the running samples become rows 0..B-1 of the DecodeState; rows of unread bursts move there
     launch      a burst of steps; a row that reaches a stop token or its last position stays idle after it
     read        the tokens of the oldest unread burst
 
@@ -146,8 +146,9 @@ class DecodeRunner:
         return list(variants)
 
     def set_batch(self, samples_B: list[LiveSample], keys_B: list[int]) -> None:
-        """Make these samples the rows. Every burst must have been read."""
-        assert not self._unread and len(samples_B) <= self.max_rows
+        """Make these samples the rows. Those with unread tokens must run on, as the device knows them."""
+        assert len(samples_B) <= self.max_rows
+        moved = self._unread_rows(samples_B)
         host, self._samples_B = self._host, list(samples_B)
         self.sampler.bind(self._samples_B)
         host.positions_B.fill_(-1)
@@ -166,7 +167,25 @@ class DecodeRunner:
         host.tables_BX.fill_(0)
         for name in _BATCH:
             self._upload(name)
+        if moved is not None:
+            to_M, tokens_M, positions_M = moved
+            self._state.tokens_B.index_copy_(0, to_M, tokens_M)
+            self._state.positions_B.index_copy_(0, to_M, positions_M)
         self._write_tables(range(B))
+
+    def _unread_rows(self, samples_B: list[LiveSample]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return what the host has not read: the rows of these samples that are rows now, their newest tokens
+        and positions. None: it has read all."""
+        if not self._unread:
+            return None
+        row_of = {id(s): b for b, s in enumerate(self._samples_B)}
+        pairs = [(b, row_of[id(s)]) for b, s in enumerate(samples_B) if id(s) in row_of]
+        to_M, from_M = (
+            self._pinned(torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
+            .to(self._device, non_blocking=True)
+            .unbind(1)
+        )
+        return to_M, self._state.tokens_B[from_M], self._state.positions_B[from_M]
 
     def update_pages(self, samples: list[LiveSample]) -> None:
         """Upload the block tables of samples that got new pages."""
@@ -250,7 +269,8 @@ class DecodeRunner:
             self._upload("window_tables_BX")
 
     def _upload(self, name: str) -> None:
-        """Copy to the device from a pinned copy, which torch keeps until the device has read it."""
-        values = getattr(self._host, name)
-        pinned = values.pin_memory() if self._device.type == "cuda" else values
-        getattr(self._state, name).copy_(pinned, non_blocking=True)
+        getattr(self._state, name).copy_(self._pinned(getattr(self._host, name)), non_blocking=True)
+
+    def _pinned(self, values: Tensor) -> Tensor:
+        """Return a pinned copy, which torch keeps until the device has read it."""
+        return values.pin_memory() if self._device.type == "cuda" else values
