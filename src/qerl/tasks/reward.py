@@ -31,8 +31,8 @@ from qerl.tasks.environment import COLUMN, Call, EnvironmentReply, EnvironmentWo
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.group_rewards import GROUP_REWARDS
 from qerl.tasks.higher_lower import higher_lower
-from qerl.tasks.judge import Judge
-from qerl.tasks.own_judge import BASE, OwnJudge
+from qerl.tasks.judges.judge import Judge
+from qerl.tasks.judges.own_judge import BASE, OwnJudge
 from qerl.tasks.reward_calls import FunctionScores, RewardFunctions
 from qerl.tasks.reward_means import RewardTally, Sums, reward_means
 from qerl.tasks.reward_model import RewardModel

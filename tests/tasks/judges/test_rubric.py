@@ -8,8 +8,8 @@ from test_judge import endpoint, groups_of, task  # noqa: F401  a fixture
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.own_judge import OwnJudge
-from qerl.tasks.rubric import JudgeFailed, pairs_of, rubric_of
+from qerl.tasks.judges.own_judge import OwnJudge
+from qerl.tasks.judges.rubric import JudgeFailed, pairs_of, rubric_of
 from qerl.tasks.scoring import Failure
 
 

@@ -15,8 +15,8 @@ from qerl.cli.main import command
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.judge import KEY_VARIABLE, Ledger
-from qerl.tasks.rubric import JudgeFailed
+from qerl.tasks.judges.judge import KEY_VARIABLE, Ledger
+from qerl.tasks.judges.rubric import JudgeFailed
 from qerl.types import Group, Prompt, Sample
 
 REPLIES = {
@@ -160,7 +160,7 @@ def test_turns_of_before_the_machine_was_started_are_over(tmp_path, monkeypatch)
         url="http://judge/v1", cache=str(tmp_path), requests_per_minute=6.0, max_requests=2
     )
     for boot in "first", "second":
-        monkeypatch.setattr("qerl.tasks.judge._boot", lambda boot=boot: boot)
+        monkeypatch.setattr("qerl.tasks.judges.judge._boot", lambda boot=boot: boot)
         Ledger(settings).take_turn()
     assert waits_s == [0.0, 0.0]
     with pytest.raises(JudgeFailed, match="max_requests is reached: 2"):

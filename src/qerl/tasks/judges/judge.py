@@ -20,8 +20,8 @@ from typing import Any
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.config.cache import cache_folder
 from qerl.errors import UserError, require
-from qerl.tasks.openai_client import OpenAIClient, RequestFailed
-from qerl.tasks.rubric import JudgeFailed, JudgeRequest, rubric_of
+from qerl.tasks.judges.openai_client import OpenAIClient, RequestFailed
+from qerl.tasks.judges.rubric import JudgeFailed, JudgeRequest, rubric_of
 from qerl.tasks.scoring import Failure, Scope, failure_of
 
 KEY_VARIABLE = "QERL_JUDGE_KEY"
