@@ -94,7 +94,8 @@ class RewardPool:
         """has_rewards: False only in distillation without a reward: samples then have none."""
         pairs = list(zip(functions, weights, strict=True))
         made = _environment(pairs)
-        self._kinds = tuple(getattr(made, "kinds", ()))
+        self.environments: tuple[str, ...] = tuple(getattr(made, "kinds", ()))
+        """Names of several environments, of which each row names its own."""
         self.environment = next((e for e, f in zip(entries, functions, strict=True) if f is made), made)
         """The environment's class, or its entry in config.rewards; None without one."""
         self.scores_episodes = callable(getattr(made, "score", None))
@@ -151,8 +152,8 @@ class RewardPool:
 
     def check(self, prompt: Prompt) -> None:
         """Raise UserError if the functions need a column that the prompt, and so the data set, lacks."""
-        needs = f"no column {COLUMN} that names one of {', '.join(self._kinds)}"
-        require(not self._kinds or COLUMN in prompt.columns, f"task.rewards: the data has {needs}")
+        needs = f"no column {COLUMN} that names one of {', '.join(self.environments)}"
+        require(not self.environments or COLUMN in prompt.columns, f"task.rewards: the data has {needs}")
         known = {*RESERVED, *prompt.columns}
         missing = ((name_of(each), missing_arguments(each, known)) for each in self._functions.functions)
         check_reward_columns(prompt.columns, self._answer_column, missing)
