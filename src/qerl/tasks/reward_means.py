@@ -32,9 +32,10 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     """Return a, a_3, a_2 for a, a, a_2: a repeated name gets the first number that no other name has."""
     distinct: dict[str, None] = {}
     for name in names:
-        numbered = (f"{name}_{number}" for number in itertools.count(2))
-        is_free = name not in distinct
-        distinct[name if is_free else next(n for n in numbered if n not in distinct and n not in names)] = None
+        if name in distinct:
+            numbered = (f"{name}_{number}" for number in itertools.count(2))
+            name = next(each for each in numbered if each not in distinct and each not in names)
+        distinct[name] = None
     return list(distinct)
 
 
