@@ -125,6 +125,12 @@ class RewardPool:
         state = f"a resumed run cannot tell whether these of the reward have changed: {unknown}"
         return [*(text for text in notices if isinstance(text, str)), *([state] if unknown else [])]
 
+    def rank_notices(self, num_ranks: int) -> list[str]:
+        """Return a line if functions that are called for a batch see one rank's samples only."""
+        names = self._functions.of_batch if num_ranks > 1 else []
+        share = f"a call for a batch has the samples of one of {num_ranks} ranks, not all of the step"
+        return [f"{', '.join(names)}: {share}"] if names else []
+
     @property
     def own_judges(self) -> list[OwnJudge]:
         """Rewards that the run's own model gives."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.tasks.scoring import Arguments, Failure, Parts, RewardCall, Scope, scope_of, score
+from qerl.tasks.scoring import Arguments, Failure, Parts, RewardCall, Scope, name_of, scope_of, score
 from qerl.tasks.worker_pool import Jobs, WorkerPool
 
 
@@ -41,6 +41,12 @@ class RewardFunctions:
             memory_bytes = int(config.reward_memory_gb * 1e9)
             work = functools.partial(score, self.functions)
             self._pool = WorkerPool(work, num_workers=config.reward_workers, memory_bytes=memory_bytes)
+
+    @property
+    def of_batch(self) -> list[str]:
+        """Names of the functions that are called for a batch."""
+        pairs = zip(self.functions, self._scopes, strict=True)
+        return [name_of(function) for function, scope in pairs if scope == "batch"]
 
     def begin(self, counts: Counter[str]) -> "FunctionScores | None":
         """Return the scores of a batch that begins; None without functions."""
