@@ -11,6 +11,7 @@ from qerl.config import (
     AgentConfig,
     AlgoConfig,
     DistilConfig,
+    DpoConfig,
     ModelConfig,
     NoiseConfig,
     RolloutConfig,
@@ -134,6 +135,16 @@ CONDITIONAL = [name for name in FIELDS if needs(name)]
 def test_every_entry_of_the_table_is_a_field_or_a_section():
     known = {".".join(name.split(".")[:end]) for name in FIELDS for end in range(1, 4)}
     assert NEEDS.keys() <= known
+
+
+def test_a_divergence_that_no_loss_has_and_the_column_of_texts_are_named_for_preferences():
+    dpo = DpoConfig(loss_type=("sft",), f_divergence_type="js_divergence")
+    config = RunConfig(sft=SftConfig(data="pairs.jsonl", text_column="body"), dpo=dpo)
+    unused = settings_without_effect(config)
+    assert "sft.text_column body (needs no dpo.loss_type)" in unused
+    assert any(line.startswith("dpo.f_divergence_type js_divergence (needs") for line in unused)
+    both = dataclasses.replace(config, dpo=dataclasses.replace(dpo, loss_type=("sft", "sigmoid")))
+    assert settings_without_effect(both) == unused[:1]
 
 
 @pytest.mark.parametrize("name", CONDITIONAL)

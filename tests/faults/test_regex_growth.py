@@ -39,8 +39,8 @@ SHORT = {
     "tasks/answer.py pattern": 500,
 }
 GIVEN = {  # patterns that only a run knows
-    "tasks/judge.py settings.pattern": "the user's, for the last 20,000 characters of a judge's reply",
-    "tasks/rubric.py settings.pattern": "the same",
+    "tasks/judges/judge.py settings.pattern": "the user's, for the last 20,000 characters of a judge's reply",
+    "tasks/judges/rubric.py settings.pattern": "the same",
     "tracking/atomic_file.py f'{re.escape(short_name(path))}\\\\.(\\\\d+)\\\\.part'": "a name, escaped",
     "tasks/answer.py pattern": "of _SPELLINGS",
     "tasks/answer.py closed": "of _MATH_CLOSES: two characters",

@@ -29,7 +29,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
 )
 ROOMS = {  # inside a package a folder imports from itself and from folders further left
     "kernels": "runtime < pointwise < tiles, attention < linear, head, delta_net < experts",
-    "tasks": "call_forms, code < rows",
+    "tasks": "call_forms, code, judges < rows",
     "engine": "schedule < cache, sampling < prefill < decode",
     "models": "families < checkpoint < transformers_backend < peft < quantize",
     "training": "engines < rollouts",

@@ -1,6 +1,7 @@
 """Adapters that requests name: several at once, loaded and unloaded by endpoint."""
 
 import concurrent.futures
+import errno
 import json
 
 import httpx
@@ -105,6 +106,20 @@ def test_an_unloaded_adapter_is_unknown_and_answers_what_it_has(client, served, 
     assert "".join(pieces) == whole
     assert post(served, "load", lora_name="other", lora_path="one").status_code == 200
     assert answer(client, "other", 300).choices[0].text == whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_grammar_cannot_begin_is_over_for_its_adapter(served, loaded, monkeypatch, stream):
+    def fail():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("qerl.serve.grammar.Pipe", fail)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a"]}}}
+    body = {"model": "one", "messages": [{"role": "user", "content": "?"}], "response_format": schema}
+    headers = {"authorization": f"Bearer {KEY}"}
+    reply = httpx.post(f"{served[0]}/chat/completions", json=body | {"stream": stream}, headers=headers)
+    assert reply.status_code == 500
+    assert served[1]._adapters["one"].num_requests == 0
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from material import CHATML, END, START, sample, tokenizer
-from qerl.config import EnvironmentConfig, TaskConfig
+from qerl.config import EnvironmentConfig, EvalConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, EnvironmentReply
 from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.reward import resolve
 from qerl.tasks.rows.prompt import chat_reply_tokens, plain_reply_tokens
-from qerl.training.rollouts.rollout import environment_metrics
-from qerl.types import Group, Prompt
+from qerl.training.rollouts.rollout import environment_metrics, returned_metrics, rollout_metrics
+from qerl.types import Episode, Group, Prompt
 
 
 class Text(str):
@@ -291,12 +291,32 @@ def test_metrics_are_apart_for_each_environment():
         prompt = Prompt(index=0, text="?", tokens_T=[1], messages=None, columns={"environment": name})
         return Group(prompt=prompt, samples_G=samples)
 
-    metrics = environment_metrics([group("Echo", 1.0, None), group("a b", 3.0), group("Echo", 2.0)])
+    groups = [group("Echo", 1.0, None), group("a b", 3.0), group("Echo", 2.0), group("a-b", 4.0)]
+    metrics = environment_metrics(groups, ["Echo", "a b", "unused", "a-b"])
     assert metrics == {
         **{"reward_in_Echo": 1.5, "turns_in_Echo": pytest.approx(5 / 3), "failed_in_Echo": 1},
         **{"reward_in_a_b": 3.0, "turns_in_a_b": 1, "failed_in_a_b": 0},
+        **{"reward_in_a_b_2": 4.0, "turns_in_a_b_2": 1, "failed_in_a_b_2": 0},
     }
-    assert environment_metrics([group(None, 1.0)]) == {}
+    assert environment_metrics([group(None, 1.0), group("row 7", 1.0)], ["Echo", "a b"]) == {}
+
+
+def test_a_column_that_names_none_of_the_environments_of_a_run_makes_no_metric(pool):
+    one, several = pool(Echo), pool(Echo, Double)
+    assert one.environments == () and several.environments == ("Echo", "Double")
+    row = Prompt(index=0, text="?", tokens_T=[1], messages=None, columns={"environment": "world 17"})
+    said = [{"role": "assistant", "content": "a"}]
+    groups = [Group(prompt=row, samples_G=[dataclasses.replace(sample("a"), reward=1.0, messages=said)])]
+    for each in (one, several):
+        found = rollout_metrics(TaskConfig(), EvalConfig(), groups, each.environments)
+        assert found["turns"] == 1 and not [name for name in found if "_in_" in name]
+
+
+def test_metrics_of_agents_are_as_many_as_are_logged_whatever_rows_they_name():
+    numbers = {"num_turns": 1, "num_tool_calls": 0, "num_tool_failures": 0, "waiting_share": 0.0}
+    named = [{"moves": i, f"row_{i:03}": 1} for i in range(100)]
+    found = returned_metrics([Episode(parts=(), **numbers, metrics=metrics) for metrics in named])
+    assert len(found) == 64 and found["agent_moves"] == 49.5 and "agent_row_062" in found
 
 
 def test_a_class_that_is_no_environment_is_refused_by_name():

@@ -12,7 +12,7 @@ from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool, Task
 from qerl.tasks.reward import format_failures, imported
-from qerl.tasks.reward_means import reward_means
+from qerl.tasks.reward_means import distinct_names, reward_means
 from qerl.types import Group
 
 
@@ -155,6 +155,17 @@ def test_failures_and_abstentions_have_no_share_in_a_mean_and_two_names_are_told
     two = pool(lambda completions: [1.0], lambda completions: [2.0])
     two.score([group("a")])
     assert two.take_means() == {"rewards/<lambda>/mean": 1.0, "rewards/<lambda>_2/mean": 2.0}
+
+
+def test_a_name_given_to_a_repeated_reward_is_not_that_of_another(pool):
+    assert distinct_names(["a", "a", "a_2"]) == ["a", "a_3", "a_2"]
+    assert distinct_names(["a", "a", "a", "a_2", "a_2"]) == ["a", "a_3", "a_4", "a_2", "a_2_2"]
+    functions = [lambda completions, value=value: [value] for value in (1.0, 2.0, 3.0)]
+    functions[2].__name__ = "<lambda>_2"
+    one = pool(*functions)
+    one.score([group("a")])
+    means = {"rewards/<lambda>/mean": 1.0, "rewards/<lambda>_3/mean": 2.0, "rewards/<lambda>_2/mean": 3.0}
+    assert one.take_means() == means
 
 
 def test_one_reward_alone_has_no_mean_beside_the_reward(pool):

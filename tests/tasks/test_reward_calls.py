@@ -137,6 +137,13 @@ def test_built_in_rewards_see_a_sample_whatever_the_config_says():
         assert not pool.is_built_in  # 1 is not a correct sample
 
 
+def test_a_run_of_several_ranks_says_that_a_batch_is_one_ranks_share():
+    with RewardPool(TaskConfig(reward_scope="batch"), [num_seen, best_of_group]) as pool:
+        assert pool.rank_notices(1) == []
+        (line,) = pool.rank_notices(2)
+    assert line == "num_seen: a call for a batch has the samples of one of 2 ranks, not all of the step"
+
+
 def test_counts_of_several_ranks_are_added_and_zero_is_one():
     pool = SimpleNamespace(take_counts=Counter, take_sums=dict)
     both = [Counter(num_failed_reward_groups=0, num_split_reward_batches=2)] * 2

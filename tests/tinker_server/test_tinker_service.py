@@ -1,6 +1,9 @@
 """What the server keeps for its clients, and for how long; without a model."""
 
 import contextlib
+import shutil
+import subprocess
+import sys
 import threading
 import types
 import weakref
@@ -12,9 +15,11 @@ from pydantic import ValidationError
 from qerl.config import ModelConfig
 from qerl.config.options import TinkerOptions
 from qerl.errors import UserError
+from qerl.tinker import checkpoints as checkpoints_module
 from qerl.tinker.bodies import SaveForSampler
+from qerl.tinker.checkpoints import Checkpoints
 from qerl.tinker.requests import GoneError, Requests
-from qerl.tinker.sampling import SampleWork, sample_turn
+from qerl.tinker.sampling import SampleWork, ServedSampler, sample_turn
 from qerl.tinker.service import Service
 from qerl.tinker.snapshots import Snapshots
 from qerl.tinker.worker import DeviceWorker, Job, Lane
@@ -273,6 +278,78 @@ def test_an_unloaded_model_leaves_room_for_another(service):
     wait_for_worker(service)
     assert adapter() is None
     create(service)
+
+
+def test_a_creation_that_failed_leaves_room_for_another_and_keeps_its_error(service):
+    def make(model):
+        model.adapter = Adapter()
+        raise UserError("the checkpoint is of another rank")
+
+    session_id = service.create_session()
+    failed = service.create_model(session_id, 0, make, None)
+    with pytest.raises(UserError, match="another rank"):
+        service.job(failed).future.result(10)
+    assert service.create_model(session_id, 0, make, None) == failed  # it was sent again
+    made = service.create_model(session_id, 1, lambda model: {"made": 1}, None)
+    assert service.job(made).future.result(10) == {"made": 1}
+    assert [model.model_id for model in service.models.values()] == service.session(session_id).models
+    with pytest.raises(UserError, match="another rank"):
+        service.job(failed).future.result(0)
+
+
+def test_a_request_that_was_numbered_zero_is_not_the_creation(service):
+    _, model, _ = create(service)
+    with pytest.raises(UserError, match="seq_id 0 has passed: the next one is 1"):
+        service.submit(model, 0, lambda: {})
+
+
+def test_a_sample_without_a_number_is_not_one_with_a_number(service):
+    sampler = ServedSampler(session_id="s", model_path=None, snapshot=None, rank=1, sigma=0.0, noise_seed=0)
+    sampler.session_id = service.create_session()
+    sampler_id = service.add_sampler(f"{sampler.session_id}:sample:0:x", sampler)
+    work = sampling_job(1).work
+    ids = [service.sample(sampler_id, seq, work) for seq in (1, None, 1, None)]
+    assert len(set(ids)) == 3 and ids[0] == ids[2]
+
+
+def test_checkpoints_that_disappear_while_they_are_listed_are_left_out(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    about = {"rank": 4, "seed": 1, "train_mlp": True, "train_attn": True, "base_model": "tiny"}
+    kept, gone = (checkpoints.save("run", "weights", name, {}, {}, about) for name in ("kept", "gone"))
+    for name in "listed", "files", "set_ttl", "delete":
+        with monkeypatch.context() as patch:
+            checkpoints.save("run", "weights", "gone", {}, {}, about, overwrite=True)
+            checked = checkpoints_module._checked
+
+            def remove(info, checked=checked):
+                shutil.rmtree(tmp_path / "run" / "weights" / "gone", ignore_errors=True)
+                return checked(info)
+
+            patch.setattr(checkpoints_module, "_checked", remove)
+            if name == "listed":
+                assert [each["tinker_path"] for each in checkpoints.listed()] == [kept]
+                continue
+            more = (5,) if name == "set_ttl" else ()
+            with pytest.raises(UserError, match=f"there is no checkpoint {gone}"):
+                getattr(checkpoints, name)(gone, *more)
+
+
+def test_folders_of_killed_servers_are_removed_and_those_of_others_are_not(tmp_path):
+    living = Snapshots(tmp_path, 1)
+    number, _ = (living.add({"a": torch.ones(2)}) for _ in range(2))
+    program = (
+        "import os, sys, torch; from pathlib import Path; from qerl.tinker.snapshots import Snapshots;"
+        "held = Snapshots(Path(sys.argv[1]), 1); held.add({'a': torch.zeros(2)});"
+        "held.add({}); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=120)
+    assert len(list(tmp_path.glob(".samplers-*/1.safetensors"))) == 2
+    other = Snapshots(tmp_path, 1)
+    (left,) = tmp_path.iterdir()
+    assert living.tensors(number)["a"].tolist() == [1, 1]
+    living.close()
+    other.close()
+    assert not left.exists()
 
 
 def test_a_request_without_a_number_runs_after_those_with_numbers(service):

@@ -17,7 +17,7 @@ from qerl.config import (
 )
 from qerl.errors import UserError
 from qerl.models.peft.adapter import adapter_off, adapter_tensors, publish
-from qerl.tasks.own_judge import OwnJudge
+from qerl.tasks.judges.own_judge import OwnJudge
 from qerl.tasks.scoring import Failure
 from qerl.tracking.json_lines import read_lines
 from qerl.training.base_judge import BaseJudge

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_session import metrics, wait_for_steps
 
 import tiny_run
@@ -18,7 +19,7 @@ from qerl.errors import UserError
 from qerl.learner.checkpoint import OPTIMIZER
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.training.dpo import REFERENCE, PreferenceTuning
-from qerl.training.sft import fine_tune, read_rows
+from qerl.training.sft import fine_tune, held_out_figures, read_rows
 from training.ranks import StartedRanks
 
 STEPS = 4
@@ -148,6 +149,31 @@ def test_after_sft_the_reference_is_its_policy(files, unbroken, tmp_path):
     assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
+def other_adapter(files, folder, unbroken):
+    shutil.copytree(unbroken / "checkpoints" / "step-000002", folder, dirs_exist_ok=True)
+
+
+def other_model(files, folder, unbroken):
+    path = files / "model.safetensors"
+    save_file(
+        {name: 1.1 * value for name, value in load_file(path).items()}, folder / path.name, {"format": "pt"}
+    )
+
+
+@pytest.mark.parametrize("change", [other_adapter, other_model])
+def test_another_model_or_adapter_at_the_same_path_is_another_reference(files, unbroken, tmp_path, change):
+    """A run whose checkpoints are gone begins again, and finds the reference that was read."""
+    adapter, model, out = tmp_path / "adapter", tmp_path / "model", tmp_path / "run"
+    shutil.copytree(unbroken / "checkpoints" / f"step-{STEPS:06d}", adapter)
+    shutil.copytree(files, model)
+    more = "--init-adapter", str(adapter), "--model.path", str(model)
+    command(["dpo", *options(files, out, *more, "--max-steps", "1")])
+    shutil.rmtree(out / "checkpoints")
+    change(files, adapter if change is other_adapter else model, unbroken)
+    command(["dpo", *options(files, out, *more, "--accept-changes")])
+    assert metrics(out)[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+
+
 def test_two_ranks_learn_what_one_does(files, unbroken, tmp_path):
     ranks = StartedRanks(2, *tiny_run.QERL, "dpo", *options(files, tmp_path / "two"))
     _, errors = ranks.communicate()
@@ -263,6 +289,17 @@ def test_kto_learns_from_pairs_too_and_reads_its_kl_from_other_prompts(files, tm
     assert steps[0]["trained_samples"] == 6 and all(step["kl"] >= 0 for step in steps)
     assert steps[0]["rewards/chosen"] == pytest.approx(0, abs=1e-5)
     assert steps[-1]["rewards/margins"] > 0.02 and "rewards/accuracies" not in steps[0]
+
+
+def test_the_evaluation_of_rated_completions_does_not_depend_on_batches(files, tmp_path):
+    run = config(files, tmp_path, LOSSES["kto"], data="singles.jsonl")
+    fine_tune(run, max_steps=2, kind=PreferenceTuning)
+    figures = []
+    for size in (4, 24):  # a third of the rows is rejected, of a batch of 4 one row or two
+        sized = dataclasses.replace(run, num_prompts=size)
+        found, _ = held_out_figures(sized, str(files / "singles.jsonl"), PreferenceTuning)
+        figures.append({name: value for name, value in found.items() if name not in ("loss", "kl")})
+    assert len(figures[0]) == 5 and figures[0] == pytest.approx(figures[1], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ class Task:
 
 
 class Rewards:
+    environments = ()
+
     def score(self, groups):
         return [[float(sample.tokens_T[0]) for sample in group.samples_G] for group in groups]
 

@@ -158,6 +158,8 @@ def test_rows_name_their_environment_and_are_shown_its_tools_only(model, tmp_pat
     GRPOTrainer(model, None, arguments(tmp_path), rows, environment_factory=factory).train()
     with pytest.raises(UserError, match="environment of a row is 'mirror': environment_factory has counter"):
         GRPOTrainer(model, None, arguments(tmp_path), rows, environment_factory={"counter": Counter})
+    with pytest.raises(UserError, match="environment_factory has no environment: give factories by name"):
+        GRPOTrainer(model, None, arguments(tmp_path), rows, environment_factory={})
     kinds = {(s["prompt"].partition("<|im_start|>")[0], s["reward"]) for s in samples(tmp_path)}
     assert kinds <= {("[grow]", 0.0), ("[turn]", 5.0)} and kinds
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

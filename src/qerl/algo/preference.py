@@ -95,11 +95,16 @@ def preference_metrics(completions: Completions, config: DpoConfig) -> dict[str,
         metrics["logps/rejected"] = policy_S[rejected_S].mean().item()
     if config.is_paired:
         metrics["rewards/accuracies"] = (reward_S[0::2] > reward_S[1::2]).double().mean().item()
-    if len(metrics) > 2:
-        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     if completions.kl is not None:
         metrics["kl"] = completions.kl
-    return metrics
+    return with_margin(metrics)
+
+
+def with_margin(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics and, where both kinds of completions have a reward, its difference."""
+    if not {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
+        return metrics
+    return metrics | {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,8 @@ from qerl.errors import require
 
 UNPAIRED = ("kto", "apo_zero_unpaired")
 """Losses of single completions with a label; the others are of pairs."""
-_OF_DIFFERENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+OF_DIFFERENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
+"""Losses of pairs that f_divergence_type changes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +89,11 @@ class DpoConfig:
         )
         has_smoothing = "exo_pair" not in names or smoothing > 0
         require(has_smoothing, "dpo.loss_type exo_pair needs dpo.label_smoothing above 0, such as 1e-3")
-        others = [name for name in names if name not in _OF_DIFFERENCE]
+        others = [name for name in names if name not in (*OF_DIFFERENCE, "sft")]
         require(
             self.f_divergence_type == "reverse_kl" or not others,
             f"dpo.f_divergence_type {self.f_divergence_type} needs a loss of the difference"
-            f" ({', '.join(_OF_DIFFERENCE)}), got {', '.join(others)}",
+            f" ({', '.join(OF_DIFFERENCE)}), got {', '.join(others)}",
         )
 
     @property

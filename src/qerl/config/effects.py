@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from qerl.config.conflicts import holding
+from qerl.config.dpo import OF_DIFFERENCE
 from qerl.config.run import RunConfig
 
 _LORA = "adapter.kind lora"
@@ -21,6 +22,7 @@ _SPLITS = "task.source hub or task.source gsm8k"
 _HAS_RATIO = "algo.loss_type not sapo and algo.loss_type not maspo and algo.loss_type not nll"
 _CAPPED = "algo.importance not none and algo.importance not ratio"
 _SMOOTHED = " or ".join(f"dpo.loss_type has {name}" for name in ("robust", "exo_pair", "aot", "aot_unpaired"))
+_OF_DIFFERENCE = " or ".join(f"dpo.loss_type has {name}" for name in OF_DIFFERENCE)
 _TRACKED = "loggers has wandb or loggers has mlflow or loggers has trackio"
 NEEDS: dict[str, str] = {
     "run_name": _TRACKED,
@@ -93,7 +95,9 @@ NEEDS: dict[str, str] = {
     "sft": "sft.data",
     "sft.eval_fraction": "no sft.eval_data",
     "sft.split": "no sft.is_file",
+    "sft.text_column": "no dpo.loss_type",
     "dpo": "dpo.loss_type",
+    "dpo.f_divergence_type": _OF_DIFFERENCE,
     "dpo.f_alpha_divergence_coef": "dpo.f_divergence_type alpha_divergence",
     "dpo.label_smoothing": _SMOOTHED,
     "dpo.discopop_tau": "dpo.loss_type has discopop",

@@ -94,14 +94,14 @@ class JudgeConfig:
 
     timeout_s: float = 60.0
     """Longest wait for one reply. task.reward_timeout_s limits all tries on a sample, or, where samples are
-    compared, on all of a prompt."""
+    compared, on each four requests of a prompt."""
 
     retries: int = 3
     """Number of times that a request is repeated, with growing pauses."""
 
     requests_per_minute: float | None = None
     """Limit of the rate, over all workers; None: no limit. task.reward_workers is the number of requests at
-    once."""
+    once, with pairs a fourth of it."""
 
     max_requests: int | None = None
     """Number of requests, over all runs with this judge and cache, after which samples get no reward."""

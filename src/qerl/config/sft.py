@@ -22,7 +22,7 @@ class SftConfig:
     """Rows whose loss is measured but not learned; None: a share of `data`."""
 
     eval_fraction: float = 0.05
-    """Share of the rows, from the last, that is kept for evaluation if there is no eval_data."""
+    """Share of the rows, from the last, that is kept for evaluation if there is no eval_data; whole rows."""
 
     num_train_epochs: float = 1.0
     """Number of passes over the rows."""

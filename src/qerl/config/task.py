@@ -137,7 +137,7 @@ class TaskConfig:
 
     reward_scope: Literal["sample", "group", "batch"] = "sample"
     """Samples in one call of one's own functions, unless a decorator says it (docs/own-reward.md): one, all
-    of a prompt, or all of a step."""
+    of a prompt, or all of a step; with torchrun all of one rank."""
 
     reward_workers: int = 2
     """Number of processes that compute rewards."""

@@ -5,7 +5,6 @@ or in runs/eval for a model. Problems whose results are in the file are not samp
 """
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from qerl.tasks import RewardPool, Task, VotePool, all_prompts
 from qerl.tasks.majority_vote import voting_grader
 from qerl.tasks.reward import REWARDS, format_failures
 from qerl.tracking.progress import work
-from qerl.tracking.provenance import environment
+from qerl.tracking.provenance import environment, files_stamp
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.engines.multi_turn import MultiTurnEngine, with_environment
 from qerl.training.policy import (
@@ -239,16 +238,9 @@ def _model_settings(model: ModelConfig, engine: EngineConfig, adapters: Path | N
     """Return the weights, formats, code and device that samples depend on."""
     newest = None if adapters is None else checkpoint.find_latest(adapters)[0]
     return {
-        "weights": _fingerprint(locate(model.path).path),
-        "checkpoint": None if newest is None else _fingerprint(newest),
+        "weights": files_stamp(locate(model.path).path),
+        "checkpoint": None if newest is None else files_stamp(newest),
         **dataclasses.asdict(model),
         "kv": engine.kv_cache_dtype,
         **environment(model.device),
     }
-
-
-def _fingerprint(path: Path) -> str:
-    """Return a digest of the files' names, sizes and times, which differs if the weights were replaced."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files if file.is_file()]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

@@ -45,7 +45,7 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     place = out.resolve()  # a link to an empty folder stays one
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        folder, descriptor = _make_unfinished(place)
+        folder, descriptor = locked_folder(place.parent, f".{short_name(place)}.unfinished-")
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror}") from error
     try:
@@ -78,22 +78,26 @@ def _exchange(folder: Path, place: Path) -> None:
     former.replace(folder)
 
 
-def _make_unfinished(place: Path) -> tuple[Path, int]:
-    """Return a new temporary folder beside this one, and a descriptor that locks it; the kernel releases the
-    lock with the process. Folders with its prefix whose lock is free are removed."""
-    prefix = f".{short_name(place)}.unfinished-"
-    parent = os.open(place.parent, os.O_RDONLY)
+def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Make a temporary folder with this prefix; return it and a descriptor that locks it, which the kernel
+    releases with the process. Folders with the prefix whose lock is free are removed."""
+    opened = os.open(parent, os.O_RDONLY)
     try:
-        _lock(parent, fcntl.LOCK_EX)  # nobody removes the new folder before it is locked
-        for entry in os.scandir(place.parent):
-            if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
-                _remove_unlocked(Path(entry.path))
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
+        _lock(opened, fcntl.LOCK_EX)  # nobody removes the new folder before it is locked
+        remove_unlocked(parent, prefix)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         descriptor = os.open(folder, os.O_RDONLY)
         _lock(descriptor, fcntl.LOCK_EX)
         return folder, descriptor
     finally:
-        os.close(parent)
+        os.close(opened)
+
+
+def remove_unlocked(parent: Path, prefix: str) -> None:
+    """Remove the folders with this prefix that killed processes left: their lock is free."""
+    for entry in os.scandir(parent):
+        if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
+            _remove_unlocked(Path(entry.path))
 
 
 def _remove_unlocked(folder: Path) -> None:

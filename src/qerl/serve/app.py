@@ -246,11 +246,13 @@ class Routes:
         try:
             await self._compile(parsed)
             self._batcher.submit(pending)
-        except (ApiError, BusyError) as error:
+        except BaseException as error:  # whatever it is: an adapter or an episode counts its open requests
             pending.future.cancel()
             if parsed.grammar is not None:
                 parsed.grammar.close()
-            raise _api_error(error) from None
+            if isinstance(error, ApiError | BusyError):
+                raise _api_error(error) from None
+            raise
         if items is not None:
             return EventStream(self._events(parsed, items, response), lambda: self._end(parsed, response))
         try:

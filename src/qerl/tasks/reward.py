@@ -31,8 +31,8 @@ from qerl.tasks.environment import COLUMN, Call, EnvironmentReply, EnvironmentWo
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.group_rewards import GROUP_REWARDS
 from qerl.tasks.higher_lower import higher_lower
-from qerl.tasks.judge import Judge
-from qerl.tasks.own_judge import BASE, OwnJudge
+from qerl.tasks.judges.judge import Judge
+from qerl.tasks.judges.own_judge import BASE, OwnJudge
 from qerl.tasks.reward_calls import FunctionScores, RewardFunctions
 from qerl.tasks.reward_means import RewardTally, Sums, reward_means
 from qerl.tasks.reward_model import RewardModel
@@ -94,7 +94,8 @@ class RewardPool:
         """has_rewards: False only in distillation without a reward: samples then have none."""
         pairs = list(zip(functions, weights, strict=True))
         made = _environment(pairs)
-        self._kinds = tuple(getattr(made, "kinds", ()))
+        self.environments: tuple[str, ...] = tuple(getattr(made, "kinds", ()))
+        """Names of several environments, of which each row names its own."""
         self.environment = next((e for e, f in zip(entries, functions, strict=True) if f is made), made)
         """The environment's class, or its entry in config.rewards; None without one."""
         self.scores_episodes = callable(getattr(made, "score", None))
@@ -124,6 +125,12 @@ class RewardPool:
         state = f"a resumed run cannot tell whether these of the reward have changed: {unknown}"
         return [*(text for text in notices if isinstance(text, str)), *([state] if unknown else [])]
 
+    def rank_notices(self, num_ranks: int) -> list[str]:
+        """Return a line if functions that are called for a batch see one rank's samples only."""
+        names = self._functions.of_batch if num_ranks > 1 else []
+        share = f"a call for a batch has the samples of one of {num_ranks} ranks, not all of the step"
+        return [f"{', '.join(names)}: {share}"] if names else []
+
     @property
     def own_judges(self) -> list[OwnJudge]:
         """Rewards that the run's own model gives."""
@@ -151,8 +158,8 @@ class RewardPool:
 
     def check(self, prompt: Prompt) -> None:
         """Raise UserError if the functions need a column that the prompt, and so the data set, lacks."""
-        needs = f"no column {COLUMN} that names one of {', '.join(self._kinds)}"
-        require(not self._kinds or COLUMN in prompt.columns, f"task.rewards: the data has {needs}")
+        needs = f"no column {COLUMN} that names one of {', '.join(self.environments)}"
+        require(not self.environments or COLUMN in prompt.columns, f"task.rewards: the data has {needs}")
         known = {*RESERVED, *prompt.columns}
         missing = ((name_of(each), missing_arguments(each, known)) for each in self._functions.functions)
         check_reward_columns(prompt.columns, self._answer_column, missing)

@@ -6,7 +6,7 @@
               it fails, another one for each group
 
 A call that fails costs the samples that it was for. Each call is one job of a worker process, with one
-deadline, whatever its scope.
+deadline, whatever its scope; only a judge says that a call takes several (num_deadlines).
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.tasks.scoring import Arguments, Failure, Parts, RewardCall, Scope, scope_of, score
+from qerl.tasks.scoring import Arguments, Failure, Parts, RewardCall, Scope, name_of, scope_of, score
 from qerl.tasks.worker_pool import Jobs, WorkerPool
 
 
@@ -42,11 +42,18 @@ class RewardFunctions:
             work = functools.partial(score, self.functions)
             self._pool = WorkerPool(work, num_workers=config.reward_workers, memory_bytes=memory_bytes)
 
+    @property
+    def of_batch(self) -> list[str]:
+        """Names of the functions that are called for a batch."""
+        pairs = zip(self.functions, self._scopes, strict=True)
+        return [name_of(function) for function, scope in pairs if scope == "batch"]
+
     def begin(self, counts: Counter[str]) -> "FunctionScores | None":
         """Return the scores of a batch that begins; None without functions."""
         if self._pool is None:
             return None
-        return FunctionScores(self._scopes, self._pool.begin(deadline_s=self._deadline_s), counts)
+        jobs = self._pool.begin(deadline_s=self._deadline_s)
+        return FunctionScores(self.functions, self._scopes, jobs, counts)
 
     def stop(self) -> None:
         if self._pool is not None:
@@ -65,17 +72,23 @@ class _GroupCalls:
 class FunctionScores:
     """The values of functions for groups that come one after the other."""
 
-    def __init__(self, scopes: Sequence[Scope], jobs: Jobs, counts: Counter[str]):
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        scopes: Sequence[Scope],
+        jobs: Jobs,
+        counts: Counter[str],
+    ):
         """scopes: one for each function."""
-        self._scopes, self._jobs, self._counts = scopes, jobs, counts
+        self._functions, self._scopes, self._jobs, self._counts = functions, scopes, jobs, counts
         self._groups: dict[int, _GroupCalls] = {}
 
     def add(self, key: int, calls_G: list[Arguments]) -> None:
         """Begin to score a group by the arguments of each of its samples."""
         by_sample, by_group = self._of("sample"), self._of("group")
         each = self._jobs.add([RewardCall(by_sample, call) for call in calls_G] if by_sample else [])
-        wholes = self._jobs.add([RewardCall((i,), merged(calls_G)) for i in by_group] if calls_G else [])
-        self._groups[key] = _GroupCalls(calls_G, each, list(wholes))
+        wholes = self._add_whole(by_group, calls_G)
+        self._groups[key] = _GroupCalls(calls_G, each, wholes)
 
     @property
     def busy_s(self) -> float:
@@ -94,7 +107,7 @@ class FunctionScores:
             num += len(group.calls_G)
         calls = [call for group in groups for call in group.calls_G]
         by_batch = self._of("batch") if calls else ()
-        batches = self._jobs.add([RewardCall((i,), merged(calls)) for i in by_batch])
+        batches = self._add_whole(by_batch, calls)
         outcomes = self._jobs.wait()
         failed = {
             job: i for i, job in zip(by_batch, batches, strict=True) if isinstance(outcomes[job], Failure)
@@ -115,8 +128,18 @@ class FunctionScores:
             return
         self._counts["num_split_reward_batches"] += len(failed)
         for group in groups:
-            calls = [RewardCall((i,), merged(group.calls_G)) for i in failed.values()]
-            group.wholes += self._jobs.add(calls)
+            group.wholes += self._add_whole(list(failed.values()), group.calls_G)
+
+    def _add_whole(self, functions: Sequence[int], calls: Sequence[Arguments]) -> list[int]:
+        """Begin a call of each of these functions for all samples of the calls; return the jobs."""
+        if not calls:
+            return []
+        arguments, jobs = merged(calls), []
+        for i in functions:
+            of_call = getattr(self._functions[i], "num_deadlines", lambda num_samples: 1)
+            num_deadlines = of_call(len(arguments["prompts"]))
+            jobs += self._jobs.add([RewardCall((i,), arguments)], num_deadlines=num_deadlines)
+        return jobs
 
     def _of_group(
         self, group: _GroupCalls, outcomes: list[list[Parts] | Failure], more: list[list[Parts]]

@@ -1,7 +1,7 @@
 """Average the values of each of several rewards, before their weights: the metrics `rewards/NAME/mean`."""
 
+import itertools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from qerl.tasks.scoring import Failure
@@ -15,12 +15,8 @@ class RewardTally:
 
     def __init__(self, names: Sequence[str]):
         """names: of the rewards; the second one of a name gets _2 at its end."""
-        counts = Counter[str]()
-        self._values: dict[str, list[float]] = {}
-        for name in names:
-            counts[name] += 1
-            self._values[name if counts[name] == 1 else f"{name}_{counts[name]}"] = []
-        self._names = list(self._values)
+        self._names = distinct_names(names)
+        self._values: dict[str, list[float]] = {name: [] for name in self._names}
 
     def add(self, index: int, values: Sequence[float | Failure | None]) -> None:
         """Add values of the reward at this index; a failure, or None, is no value."""
@@ -30,6 +26,17 @@ class RewardTally:
         """Return the sums, and begin anew."""
         taken, self._values = self._values, {name: [] for name in self._names}
         return {name: (math.fsum(each), len(each)) for name, each in taken.items()}
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Return a, a_3, a_2 for a, a, a_2: a repeated name gets the first number that no other name has."""
+    distinct: dict[str, None] = {}
+    for name in names:
+        if name in distinct:
+            numbered = (f"{name}_{number}" for number in itertools.count(2))
+            name = next(each for each in numbered if each not in distinct and each not in names)
+        distinct[name] = None
+    return list(distinct)
 
 
 def reward_means(sums: Sequence[Sums]) -> dict[str, float]:

@@ -50,7 +50,7 @@ class _Worker:
     end_s: float = 0.0
     """Deadline of the item, by time.monotonic()."""
 
-    def outcome(self, deadline_s: float) -> tuple[Any] | None:
+    def outcome(self, limit_s: float) -> tuple[Any] | None:
         """Return (outcome of the item,), or None while there is none."""
         try:
             outcome = self.channel.receive()
@@ -63,7 +63,7 @@ class _Worker:
         if outcome is None and (code := self.keeper.poll()) is not None:
             outcome = (lost(code),)
         if outcome is None and time.monotonic() >= self.end_s:
-            outcome = (WorkerLost("over the deadline", f"not done after {deadline_s:g} s"),)
+            outcome = (WorkerLost("over the deadline", f"not done after {limit_s:g} s"),)
         return outcome
 
     def end(self) -> None:
@@ -121,7 +121,8 @@ class WorkerPool:
             self._start()
         for worker in self._workers:
             if jobs.waiting and worker.item is None:
-                worker.item, worker.end_s = jobs.waiting.popleft(), time.monotonic() + jobs.deadline_s
+                worker.item = jobs.waiting.popleft()
+                worker.end_s = time.monotonic() + jobs.limits_s[worker.item]
                 worker.channel.send(jobs.items[worker.item], end_s=worker.end_s)
 
     def _collect(self, jobs: "Jobs", *, waits: bool) -> None:
@@ -132,9 +133,9 @@ class WorkerPool:
             left_s = min(worker.end_s for worker in busy) - time.monotonic()
             wait([worker.channel.socket for worker in busy], max(0.0, min(left_s, _POLL_S)))
         for worker in busy:
-            outcome = worker.outcome(jobs.deadline_s)
+            assert worker.item is not None
+            outcome = worker.outcome(jobs.limits_s[worker.item])
             if outcome is not None:
-                assert worker.item is not None
                 (jobs.outcomes[worker.item],) = outcome
                 worker.item = None
                 if isinstance(outcome[0], WorkerLost):
@@ -195,8 +196,10 @@ class Jobs:
     """
 
     def __init__(self, pool: WorkerPool, deadline_s: float):
-        self._pool, self.deadline_s = pool, deadline_s
+        self._pool, self._deadline_s = pool, deadline_s
         self.items: list[Any] = []
+        self.limits_s: list[float] = []
+        """Seconds that each item may take."""
         self.outcomes: list[Any] = []
         self.waiting: deque[int] = deque()
         """Indices of the items that no worker has got."""
@@ -204,10 +207,12 @@ class Jobs:
         self.busy_s = 0.0
         """Seconds between polls at whose beginning a worker had a job."""
 
-    def add(self, items: list[Any]) -> range:
-        """Append items; return their indices among the outcomes."""
+    def add(self, items: list[Any], *, num_deadlines: int = 1) -> range:
+        """Append items, each of which may take this many deadlines; return their indices among the
+        outcomes."""
         added = range(len(self.items), len(self.items) + len(items))
         self.items += items
+        self.limits_s += [num_deadlines * self._deadline_s] * len(items)
         self.outcomes += [None] * len(items)
         self.waiting += added
         return added

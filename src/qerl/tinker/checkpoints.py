@@ -8,12 +8,14 @@ Each is a PEFT adapter, which `qerl` and PEFT load as it is, with checkpoint.jso
 files may be encrypted for their readers with age (https://age-encryption.org).
 """
 
+import contextlib
 import dataclasses
 import datetime
+import glob
 import importlib
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +94,20 @@ class Checkpoints:
 
     def info(self, path: str) -> dict[str, Any]:
         info = self._info(self._place(path))
-        require(info is not None, f"there is no checkpoint {path[:300]}")
-        assert info is not None
+        if info is None:
+            raise _missing(path)
         return info
 
     def files(self, path: str) -> dict[str, Path]:
         """Return a checkpoint's files that are downloaded, by name."""
         self.info(path)
-        return {file.name: file for file in sorted(self._place(path).iterdir()) if file.name != _INFO}
+        with _deleted(path):
+            return {file.name: file for file in sorted(self._place(path).iterdir()) if file.name != _INFO}
 
     def set_ttl(self, path: str, ttl_s: int | None) -> None:
         info = {**self.info(path), "expires_at": _expiry(ttl_s)}
-        hf_writer.write_json(self._place(path) / _INFO, info)
+        with _deleted(path):
+            hf_writer.write_json(self._place(path) / _INFO, info)
 
     def listed(self, run: str | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints of a run, or of all, as the API describes them, the newest first."""
@@ -113,16 +117,22 @@ class Checkpoints:
         """Return (run, as the API describes it, what is known of it) of each checkpoint, the newest first."""
         result = []
         pattern = f"{run if run is not None and _NAME.fullmatch(run) else '*'}/*/*/{_INFO}"
-        for file in self._folder.glob(pattern) if run is None or _NAME.fullmatch(run) else ():
-            place = file.parent
+        # pathlib's glob raises an error for a folder that is deleted meanwhile
+        found = glob.iglob(pattern, root_dir=self._folder) if run is None or _NAME.fullmatch(run) else ()
+        for place in (self._folder.joinpath(file).parent for file in found):
+            run_name, kind, name = place.parts[-3:]
+            if kind not in KINDS:
+                continue
             try:
                 info = self._info(place)
-            except UserError:  # it is damaged: an error where it is loaded
+                size = sum(each.stat().st_size for each in place.iterdir())
+            except (
+                UserError,
+                FileNotFoundError,
+            ):  # damaged: an error where it is loaded; or deleted
                 continue
-            run_name, kind, name = place.parts[-3:]
-            if info is None or kind not in KINDS or name.startswith("."):
+            if info is None:
                 continue
-            size = sum(each.stat().st_size for each in place.iterdir())
             entry = {"checkpoint_id": f"{kind}/{name}", "checkpoint_type": KINDS[kind], "size_bytes": size}
             entry |= {
                 "time": info["time"],
@@ -136,7 +146,8 @@ class Checkpoints:
     def delete(self, path: str) -> None:
         self.info(path)
         try:
-            shutil.rmtree(self._place(path))
+            with _deleted(path):
+                shutil.rmtree(self._place(path))
         except OSError as error:
             raise RunError(f"{path}: cannot be deleted: {error.strerror}") from error
 
@@ -151,9 +162,12 @@ class Checkpoints:
 
     def _info(self, place: Path) -> dict[str, Any] | None:
         """Return what is known of the checkpoint; None if there is none, or one that has expired."""
-        if not (place / _INFO).exists():
-            return None
-        info = read_object(place / _INFO)
+        try:
+            info = read_object(place / _INFO)
+        except UserError:
+            if (place / _INFO).exists():
+                raise
+            return None  # it was never there, or was deleted
         try:
             expires = _checked(info)
         except (KeyError, TypeError, ValueError):
@@ -162,6 +176,19 @@ class Checkpoints:
             shutil.rmtree(place, ignore_errors=True)
             return None
         return info
+
+
+def _missing(path: str) -> UserError:
+    return UserError(f"there is no checkpoint {path[:300]}")
+
+
+@contextlib.contextmanager
+def _deleted(path: str) -> Iterator[None]:
+    """Say that there is no such checkpoint if its files disappear: it is deleted or expires meanwhile."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise _missing(path) from None
 
 
 def encryption(recipients: list[str] | None) -> Callable[[Path], None] | None:

@@ -12,6 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -59,12 +60,17 @@ class TrainedModel:
     model_id: str
     session_id: str
     lane: Lane
+    creation: Future = dataclasses.field(default_factory=Future)
     next_seq: int = 1
     waiting: dict[int, Job] = dataclasses.field(default_factory=dict)
     spec: AdapterSpec | None = None
     adapter: TrainedAdapter | None = None
     """None until the worker has made it."""
     user_metadata: dict[str, Any] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.creation.done() and self.creation.exception() is not None
 
     @property
     def made(self) -> TrainedAdapter:
@@ -124,6 +130,7 @@ class Service:
         limit_s = time.monotonic() - self.options.session_timeout_s
         for session_id in [key for key, each in self.sessions.items() if each.heard_s < limit_s]:
             self.end_session(session_id)
+        self._drop_failed()
         self.requests.drop_old()
 
     def end_session(self, session_id: str) -> None:
@@ -159,7 +166,9 @@ class Service:
 
     def model(self, model_id: str) -> TrainedModel:
         if model_id not in self.models:
-            raise NotFoundError(f"there is no model {model_id[:80]}: its session has ended")
+            raise NotFoundError(
+                f"there is no model {model_id[:80]}: its creation failed, or its session has ended"
+            )
         self.session(self.models[model_id].session_id)
         return self.models[model_id]
 
@@ -183,9 +192,10 @@ class Service:
     ) -> str:
         """Enter a training client, which `make` then makes in the worker; return the request's id."""
         session, model_id = self.session(session_id), f"{session_id}:train:{seq}"
-        request_id = f"{model_id}:0"
-        if model_id in self.models:
+        request_id = f"{model_id}:create"
+        if request_id in self.requests or model_id in self.models:
             return request_id
+        self._drop_failed()
         limit = self.options.max_adapters
         require(
             len(self.models) < limit,
@@ -195,9 +205,15 @@ class Service:
         self.models[model_id] = model
         session.models.append(model_id)
         job = Job(lambda: make(model))
+        model.creation = job.future
         self.requests.add(request_id, job)
         self.worker.submit(model.lane, job)
         return request_id
+
+    def _drop_failed(self) -> None:
+        """Free the places of training clients whose creation failed."""
+        for model_id in [key for key, each in self.models.items() if each.has_failed]:
+            self.unload(model_id)
 
     def submit(self, model: TrainedModel, seq: int | None, work: Callable[[], Result]) -> str:
         """Run the work after the model's requests of lower numbers; return its id. seq None: after all."""
@@ -295,7 +311,8 @@ class Service:
 
     def sample(self, sampler_id: str, seq: int | None, work: SampleWork) -> str:
         sampler = self.sampler(sampler_id)
-        request_id = f"{sampler_id}:{sampler.num_requests if seq is None else seq}"
+        number = f"unnumbered-{sampler.num_requests}" if seq is None else seq
+        request_id = f"{sampler_id}:{number}"
         if request_id not in self.requests:
             limit, lanes = self.options.max_waiting, [self._together, *self._lanes.values()]
             if sum(len(lane.jobs) for lane in lanes) >= limit:

@@ -1,11 +1,12 @@
 """Adapters of samplers, which do not change: those used last in host memory, the others in files.
 
-An RL loop makes a sampler a step, and none of them ends before its session does.
+An RL loop makes a sampler a step, and none of them ends before its session does. The files lie in a folder
+that is locked while the server lives: another server removes those of killed ones.
 """
 
 import collections
+import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,19 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qerl.models.hf_writer import locked_folder, remove_unlocked
+
+_PREFIX = ".samplers-"
+
 
 class Snapshots:
     def __init__(self, folder: Path, max_in_memory: int):
         """folder: where a temporary folder is made once it is needed."""
         self._folder, self._max_in_memory = folder, max_in_memory
         self._files: Path | None = None
+        self._lock_descriptor: int | None = None
+        if folder.is_dir():
+            remove_unlocked(folder, _PREFIX)
         self._held: collections.OrderedDict[int, Mapping[str, Tensor]] = collections.OrderedDict()
         self._num_added, self._lock = 0, threading.Lock()
 
@@ -44,6 +52,9 @@ class Snapshots:
     def close(self) -> None:
         if self._files is not None:
             shutil.rmtree(self._files, ignore_errors=True)
+        if self._lock_descriptor is not None:
+            os.close(self._lock_descriptor)
+            self._files = self._lock_descriptor = None
 
     def _hold(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         self._held[number] = tensors
@@ -56,5 +67,5 @@ class Snapshots:
     def _file(self, number: int) -> Path:
         if self._files is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._files = Path(tempfile.mkdtemp(prefix=".samplers-", dir=self._folder))
+            self._files, self._lock_descriptor = locked_folder(self._folder, _PREFIX)
         return self._files / f"{number}.safetensors"

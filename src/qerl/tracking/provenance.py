@@ -1,6 +1,7 @@
 """Provenance of a run: its whole config, the command, the commit of the source, versions and the device."""
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -176,3 +177,10 @@ def _device_name(device: str) -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def files_stamp(path: Path) -> str:
+    """Return a digest of the files' names, sizes and times, which differs if the weights were replaced."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files if file.is_file()]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

@@ -14,19 +14,24 @@ prompt share its rows, and nothing is padded. It costs one forward pass more tha
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from qerl.algo.preference import Completions, advantages, preference_loss, preference_metrics
+from qerl.algo.preference import Completions, advantages, preference_loss, preference_metrics, with_margin
 from qerl.errors import UserError, quantity
+from qerl.models.checkpoint.source import locate
 from qerl.models.peft.adapter import adapter_off, load_adapter
-from qerl.models.peft.peft_reader import read_adapter
+from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG, read_adapter
 from qerl.tasks.rows.preferences import Preference, mismatched
+from qerl.tasks.sources import file_digest
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
+from qerl.tracking.provenance import files_stamp
 from qerl.training.sft import StoredTraining
 from qerl.types import Group
 
@@ -56,18 +61,21 @@ class PreferenceTuning(StoredTraining[Preference]):
         return metrics, ({"loss": loss} if "loss" in metrics else {}) | figures
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean over the evaluation rows, each with those of its batch."""
-        totals: dict[str, float] = {}
-        counts: dict[str, int] = {}
+        """Return the mean over the evaluation rows, each with those of its batch; what is measured of chosen
+        or rejected completions is their mean."""
+        totals, counts = Counter[str](), Counter[str]()
         for batch in self._evaluation_batches():
             groups = [each.group(index) for index, each in batch.items()]
             completions = self._completions(batch, groups)
             figures = preference_metrics(completions, self.config.dpo)
             figures["loss"] = preference_loss(completions, self.config.dpo).item()
+            num_chosen = int(completions.is_chosen_S.sum())
+            weights = {"chosen": num_chosen, "rejected": len(completions.is_chosen_S) - num_chosen}
             for name, value in figures.items():
-                totals[name] = totals.get(name, 0.0) + len(batch) * value
-                counts[name] = counts.get(name, 0) + len(batch)
-        return {name: total / counts[name] for name, total in totals.items()}
+                weight = weights.get(name.rpartition("/")[2], len(batch))
+                totals[name] += weight * value
+                counts[name] += weight
+        return with_margin({name: total / counts[name] for name, total in totals.items()})
 
     def described(self, figures: dict[str, float]) -> str:
         shown = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
@@ -116,7 +124,7 @@ class PreferenceTuning(StoredTraining[Preference]):
     def _reference(self) -> Mapping[tuple[int, int], float]:
         """Return the reference's logprobs of all completions: those in the run's folder, or computed once."""
         if self._reference_logps is None:
-            key, stored = self._reference_key(), self._ranks.from_first(self._stored_reference)
+            key, stored = self._ranks.from_first(lambda: (self._reference_key(), self._stored_reference()))
             if stored.get("key") != key:
                 values = self._compute_reference()
                 stored = {"key": key, "logps": [[*place, value] for place, value in values.items()]}
@@ -136,11 +144,15 @@ class PreferenceTuning(StoredTraining[Preference]):
             return {}
 
     def _reference_key(self) -> str:
-        """Return what the reference's values depend on: tokens, batches, model and its first adapter."""
+        """Return what the reference's values depend on: tokens, batches, model and its first adapter, both as
+        their files are, since another model may lie at the same path."""
         config, rows, digest = self.config, self._rows, hashlib.sha256()
-        model, size = config.model, config.num_prompts
-        facts = model.path, model.format, model.dtype, config.adapter.init_from, config.dpo.order, config.seed
-        digest.update(json.dumps([*facts, size, config.dpo.has_kl, len(rows.learned)]).encode())
+        model, size, folder = config.model, config.num_prompts, config.adapter.init_from
+        names = () if folder is None else (ADAPTER, ADAPTER_CONFIG)
+        digests = [file_digest(Path(folder or "").expanduser() / name) for name in names]
+        facts = files_stamp(locate(model.path).path), model.format, model.dtype, digests
+        order = config.dpo.order, config.seed, size, config.dpo.has_kl, len(rows.learned)
+        digest.update(json.dumps([*facts, *order]).encode())
         for each in [*rows.learned, *rows.evaluated]:
             digest.update(each.key)
         return digest.hexdigest()

@@ -148,7 +148,8 @@ class ReinforcementLearning(Training):
         num_asked = config.evaluate.num_prompts if pool.has_rewards else 0
         self._held_out_P = self._task.held_out(num_asked)
         fewer = fewer_prompts("evaluate.num_prompts", num_asked, self._held_out_P)
-        for text in [*pool.notices, *check_task(config, self._task, pool), *fewer]:
+        notices = [*pool.notices, *pool.rank_notices(ranks.count)]
+        for text in [*notices, *check_task(config, self._task, pool), *fewer]:
             journal.notice(text)
         first_P = self._task.train_prompts(0, config.num_prompts)
         longest = longest_prompt(config, [*first_P, *self._held_out_P]) + config.sample.max_tokens

@@ -200,6 +200,7 @@ def make_environments(
     tools: Sequence[Callable[..., Any]], factories: Mapping[str, Any], rewards: Sequence[tuple[Reward, float]]
 ) -> tuple[type[Any], dict[str, list[dict[str, Any]]]]:
     """Return an environment that is the one that a row names, and by name the schemas of the tools."""
+    require(bool(factories), "environment_factory has no environment: give factories by name, or one alone")
     made = {name: make_environment(tools, factory, rewards) for name, factory in factories.items()}
     for kind, _ in made.values():
         kind.hidden = (COLUMN, "tools")

@@ -102,6 +102,22 @@ def test_labels_are_read_and_a_pair_is_both_of_its_completions(tokenizer, tmp_pa
     assert texts(tokenizer, rows)[2:] == [CHAT[:2], (CHAT[0], CHAT[2])]
 
 
+@pytest.mark.parametrize("limit", [9, 3])
+def test_neither_fraction_nor_limit_parts_a_pair_of_single_completions(tokenizer, tmp_path, limit):
+    path = tmp_path / "rows.jsonl"
+    pairs = [{"prompt": f"{i} ", "chosen": "yes", "rejected": "no"} for i in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    shares = {"eval_fraction": 0.25}, {"eval_data": str(path)}
+    for share, held_out in zip(shares, (4, 20), strict=True):
+        config, stop_ids = SftConfig(data=str(path), **share), frozenset([tokenizer.eos_token_id])
+        form = form_of_rows(UNPAIRED)
+        rows = SftRows.read(config, tokenizer, stop_ids, form, max_evaluated=limit, seed=0)
+        known = [item.prompt_T.tobytes() for item in rows.evaluated]
+        assert len(known) == 2 * len(set(known)) == min(held_out, limit // 2 * 2)
+        assert rows.num_held_out == held_out
+        assert not {item.prompt_T.tobytes() for item in rows.learned} & set(known)
+
+
 BAD = {
     "has no rejected": {"prompt": "a", "chosen": "b"},
     "chosen and rejected are the same": {"prompt": "a", "chosen": "b", "rejected": "b"},

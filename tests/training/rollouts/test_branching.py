@@ -52,6 +52,8 @@ class FakeEngine:
 class Rewards:
     """Rewards of prompt 0's samples: 0, 0.5, failed; of prompt 1's: 0 each; a branch has its own number."""
 
+    environments = ()
+
     def attempt(self, groups):
         firsts = {0: [0.0, 0.5, None], 1: [0.0, -1.0, 0.0]}
         return [

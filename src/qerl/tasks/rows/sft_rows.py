@@ -7,6 +7,7 @@ The order of each epoch is a function of (seed, epoch), so a step's batch depend
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
@@ -99,7 +100,8 @@ class SftRows(Generic[Item]):
     """Fingerprints of hub data sets."""
     seed: int
     num_held_out: int = 0
-    """Rows that eval_data or eval_fraction hold out, of which `evaluated` are at most max_evaluated."""
+    """Items of the rows that eval_data or eval_fraction hold out, of which `evaluated` are at most
+    max_evaluated."""
     block_tokens: int | None = None
     """A batch counts blocks of whole rows, each of at most this many tokens; None: it counts rows."""
     order: Order = "random"
@@ -131,11 +133,13 @@ class SftRows(Generic[Item]):
             for table, maker in zip(tables, makers, strict=True)
             if maker.unused_columns
         ]
-        num_held_out = int(len(made[0]) * config.eval_fraction) if len(tables) == 1 else len(made[1])
+        rows = made[0]
+        held_out = rows[len(rows) - int(len(rows) * config.eval_fraction) :] if len(tables) == 1 else made[1]
+        num_held_out = sum(map(len, held_out))
         if len(tables) == 1:
-            count = min(num_held_out, max_evaluated)
-            made = [made[0][: len(made[0]) - count], made[0][len(made[0]) - count :]]
-        learned, evaluated = made[0], made[1][:max_evaluated]
+            held_out = _first_rows(held_out[::-1], max_evaluated)[::-1]
+            rows = rows[: len(rows) - len(held_out)]
+        learned, evaluated = _flat(rows), _flat(_first_rows(held_out, max_evaluated))
         name, known = tables[0].name, {each.key for each in evaluated}
         fresh = [each for each in learned if each.key not in known]
         if len(fresh) < len(learned):
@@ -158,7 +162,8 @@ class SftRows(Generic[Item]):
         """Read all rows of config.data as evaluation rows."""
         table, _ = open_rows(tables_of(config))
         form.check(table, config)
-        items, notice = _items(table, form.reader(tokenizer, config, stop_ids), config)
+        rows, notice = _items(table, form.reader(tokenizer, config, stop_ids), config)
+        items = _flat(rows)
         if not items:
             raise UserError(f"{table.name}: no row is left to evaluate")
         return cls([], items, [] if notice is None else [notice], unused=[], sources={}, seed=0)
@@ -218,12 +223,23 @@ def tables_of(config: SftConfig) -> TaskConfig:
     return TaskConfig(name=config.data, split=config.split, held_out_split=config.eval_data)
 
 
-def _items(table: RowTable, reader: Reader[Item], config: SftConfig) -> tuple[list[Item], str | None]:
-    """Return the table's items, and a line if a row is not learned as it stands."""
-    made: list[Item] = []
+def _flat(rows: Sequence[list[Item]]) -> list[Item]:
+    return [item for items in rows for item in items]
+
+
+def _first_rows(rows: Sequence[list[Item]], max_items: int) -> Sequence[list[Item]]:
+    """Return the first rows that have at most this many items together: one that is several, such as a pair
+    of KTO's, is not parted."""
+    totals = itertools.accumulate(map(len, rows))
+    return rows[: sum(total <= max_items for total in totals)]
+
+
+def _items(table: RowTable, reader: Reader[Item], config: SftConfig) -> tuple[list[list[Item]], str | None]:
+    """Return the items of each row that has any, and a line if a row is not learned as it stands."""
+    made: list[list[Item]] = []
     reasons: list[str] = []
     for place, items, fault in reader.read(table):
-        made += items
+        made += [items] if items else []
         reasons += [] if fault is None else [f"{place} {fault}"]
     counts = {
         f"cut to {config.max_length:,} tokens": reader.num_cut,

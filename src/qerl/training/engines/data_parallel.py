@@ -114,6 +114,10 @@ class DataParallelRewards:
     def __init__(self, pool: RewardPool, ranks: Ranks):
         self._pool, self._ranks = pool, ranks
 
+    @property
+    def environments(self) -> tuple[str, ...]:
+        return self._pool.environments
+
     def attempt(self, groups: list[Group]) -> list[list[float | None]]:
         return self._ranks.interleave(self._ranks.gather(self._pool.attempt(self._ranks.share(groups))))
 

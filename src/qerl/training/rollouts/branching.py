@@ -70,7 +70,7 @@ class BranchingRollouts:
         tries = [
             Try(ratio, self._succeeded(each)) for (*_, ratio), each in zip(branched, branches, strict=True)
         ]
-        log.add(**rollout_metrics(config.task, config.evaluate, groups), rounds=1)
+        log.add(**rollout_metrics(config.task, config.evaluate, groups, self._rewards.environments), rounds=1)
         log.add(**self._branch_metrics(branches, tries, success))
         self._tries += tries
         return groups + branches

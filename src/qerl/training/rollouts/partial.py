@@ -71,7 +71,8 @@ class PartialRollouts:
         with log.span("reward"):
             rewards_P_G = scores.rewards(learned)
         groups_P = with_advantages(config.algo, config.sample, groups_P, rewards_P_G)
-        log.add(**rollout_metrics(config.task, config.evaluate, groups_P), rounds=1, **scores.metrics)
+        metrics = rollout_metrics(config.task, config.evaluate, groups_P, self._rewards.environments)
+        log.add(**metrics, rounds=1, **scores.metrics)
         log.add(**self._metrics(groups_P, resumed))
         log.add(**{name: sum(each[name] for each in counts) for name in counts[0]})
         return groups_P

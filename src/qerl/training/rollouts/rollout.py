@@ -7,7 +7,7 @@ unequal rewards.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -17,11 +17,13 @@ from qerl.algo.estimate import pass_at_powers
 from qerl.algo.overlong import OVERLONG
 from qerl.config import AlgoConfig, EvalConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.tasks.environment import COLUMN, says_error
+from qerl.tasks.reward_means import distinct_names
 from qerl.tracking import StepLog
 from qerl.training.rollouts.overlap import OverlappedRewards, Rewards
 from qerl.training.rollouts.prompt_order import PromptLengths, longest_first
 from qerl.types import Episode, GenerateRequest, Group, Prompt, RolloutEngine, Sample, Sampling
 
+_MAX_AGENT_METRICS = 64
 TrainPrompts = Callable[[int, int, int], list[Prompt]]
 """(step, num_prompts, round) -> the prompts of that round."""
 
@@ -74,7 +76,8 @@ class GroupRollouts:
             learned_P = fill(learned_P, groups_P, config.num_prompts) if is_dynamic else groups_P
             if len(learned_P) == config.num_prompts:
                 break
-        log.add(**rollout_metrics(config.task, config.evaluate, sampled_P), **overlap, rounds=round + 1)
+        metrics = rollout_metrics(config.task, config.evaluate, sampled_P, self._rewards.environments)
+        log.add(**metrics, **overlap, rounds=round + 1)
         return learned_P
 
     def _generate(self, prompts_P: list[Prompt], step: int, scores: OverlappedRewards) -> list[Group]:
@@ -156,8 +159,11 @@ def learned_parts(group: Group) -> list[Group]:
     return [dataclasses.replace(each, num_sampled=len(each.samples_G)) for each in by_prompt.values()]
 
 
-def rollout_metrics(task: TaskConfig, evaluate: EvalConfig, groups: list[Group]) -> dict[str, float]:
-    """Return the metrics of the samples; one without a reward counts in num_failed_rewards only."""
+def rollout_metrics(
+    task: TaskConfig, evaluate: EvalConfig, groups: list[Group], environments: Sequence[str]
+) -> dict[str, float]:
+    """Return the metrics of the samples; one without a reward counts in num_failed_rewards only.
+    environments: see environment_metrics."""
     samples: list[Sample] = [sample for group in groups for sample in group.samples_G]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [len(sample.logprobs_T) for sample in samples]
@@ -172,7 +178,7 @@ def rollout_metrics(task: TaskConfig, evaluate: EvalConfig, groups: list[Group])
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
         "num_failed_rewards": len(samples) - len(rewards) if task.rewards else 0,
         **multi_turn_metrics(samples),
-        **environment_metrics(groups),
+        **environment_metrics(groups, environments),
         **agent_metrics(samples),
         **({} if threshold is None or not rewards else accuracy_metrics(rewards_P_G, threshold)),
     }
@@ -205,17 +211,18 @@ def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
     }
 
 
-def environment_metrics(groups: list[Group]) -> dict[str, float]:
-    """Return reward_in_NAME, turns_in_NAME and failed_in_NAME of the episodes of each environment that rows
-    name in their column; empty if none does."""
-    by_name: dict[str, list[Sample]] = {}
+def environment_metrics(groups: list[Group], environments: Sequence[str]) -> dict[str, float]:
+    """Return reward_in_NAME, turns_in_NAME and failed_in_NAME of the episodes of each environment of a run
+    that has several; a row's column says which one is its own. environments: their names. A column of this
+    name that another run's data has names nothing: its values are as many as there are rows."""
+    by_name: dict[str, list[Sample]] = {name: [] for name in environments}
     for group in groups:
         name = group.prompt.columns.get(COLUMN)
-        if isinstance(name, str):
-            by_name.setdefault(name, []).extend(each for each in group.samples_G if each.messages is not None)
+        if isinstance(name, str) and name in by_name:
+            by_name[name] += (each for each in group.samples_G if each.messages is not None)
     metrics: dict[str, float] = {}
-    for name, samples in sorted(by_name.items()):
-        key = re.sub(r"\W+", "_", name)
+    keys = distinct_names([re.sub(r"\W+", "_", name) for name in by_name])
+    for key, samples in zip(keys, by_name.values(), strict=True):
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         turns = [sum(m["role"] == "assistant" for m in sample.messages or ()) for sample in samples]
         if rewards:
@@ -256,9 +263,11 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
 
 
 def returned_metrics(episodes: list[Episode]) -> dict[str, float]:
-    """Return agent_NAME: the mean of each number that an agent returned beside its reward."""
+    """Return agent_NAME: the mean of each number that an agent returned beside its reward; of many names
+    those that most episodes returned, since an agent may make a name of its row."""
     named: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.metrics.items():
             named.setdefault(f"agent_{name}", []).append(value)
-    return {name: fmean(values) for name, values in sorted(named.items())}
+    kept = sorted(named, key=lambda name: (-len(named[name]), name))[:_MAX_AGENT_METRICS]
+    return {name: fmean(named[name]) for name in sorted(kept)}

@@ -20,7 +20,7 @@ from qerl.algo.distillation import MIN_LOGPROB
 from qerl.algo.seeds import mix
 from qerl.config import DistilConfig
 from qerl.errors import UserError
-from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
+from qerl.tasks.judges.openai_client import Json, OpenAIClient, RequestFailed
 from qerl.tasks.scoring import Failure
 from qerl.types import GenerateRequest, Group, OnBurst, Prompt, RolloutEngine, Sample, TeacherLogprobs
 

@@ -15,8 +15,8 @@ from qerl.cli.main import command
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.judge import KEY_VARIABLE, Ledger
-from qerl.tasks.rubric import JudgeFailed
+from qerl.tasks.judges.judge import KEY_VARIABLE, Ledger
+from qerl.tasks.judges.rubric import JudgeFailed
 from qerl.types import Group, Prompt, Sample
 
 REPLIES = {
@@ -24,6 +24,7 @@ REPLIES = {
     "bold": "Score: 3, no, wait.\n**Score:** 4.5",
     "none": "I cannot say.",
     "high": "Score: 11",
+    "draw": "Score: 5 and Score: 5",
 }
 
 
@@ -31,6 +32,7 @@ class JudgeHandler(http.server.BaseHTTPRequestHandler):
     """Answers by a word in the last line of what is asked; counts requests, and those at once."""
 
     asked, keys, delay_s, status = [], [], 0.0, {}
+    num_open, max_open, lock = 0, 0, threading.Lock()
 
     def log_message(self, *given):
         pass
@@ -46,12 +48,22 @@ class JudgeHandler(http.server.BaseHTTPRequestHandler):
         word = text.split()[-1]
         if word == "slow":
             time.sleep(3)
+        if word == "draw":
+            self.count_open(1)
+            time.sleep(0.8)
+            self.count_open(-1)
         if word == "html":
             return self.answer("<html>")
         if self.status.get(word):
             return self.answer('{"error": {"message": "later"}}', self.status[word].pop())
         message = {"choices": [{"message": {"content": REPLIES.get(word, "Score: 10")}}]}
         self.answer(json.dumps(message | {"usage": {"prompt_tokens": 1000, "completion_tokens": 10}}))
+
+    def count_open(self, change):
+        kind = type(self)
+        with self.lock:
+            kind.num_open += change
+            kind.max_open = max(kind.max_open, kind.num_open)
 
     def answer(self, text, status=200):
         with contextlib.suppress(OSError):
@@ -160,7 +172,7 @@ def test_turns_of_before_the_machine_was_started_are_over(tmp_path, monkeypatch)
         url="http://judge/v1", cache=str(tmp_path), requests_per_minute=6.0, max_requests=2
     )
     for boot in "first", "second":
-        monkeypatch.setattr("qerl.tasks.judge._boot", lambda boot=boot: boot)
+        monkeypatch.setattr("qerl.tasks.judges.judge._boot", lambda boot=boot: boot)
         Ledger(settings).take_turn()
     assert waits_s == [0.0, 0.0]
     with pytest.raises(JudgeFailed, match="max_requests is reached: 2"):

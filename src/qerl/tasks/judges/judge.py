@@ -4,28 +4,31 @@
 
 Replies are kept in a file (SQLite), which the worker processes share: a sample that has been rated is not
 asked for again. The same file spaces the requests of all workers, and adds up their number and cost. A reply
-without a score, or a request that fails, costs its sample alone. The key is in the environment variable
-QERL_JUDGE_KEY, and nowhere else.
+without a score, or a request that fails, costs its sample alone. A call of several requests has 4 of them
+open at once. The key is in the environment variable QERL_JUDGE_KEY, and nowhere else.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import sqlite3
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.config.cache import cache_folder
 from qerl.errors import UserError, require
-from qerl.tasks.openai_client import OpenAIClient, RequestFailed
-from qerl.tasks.rubric import JudgeFailed, JudgeRequest, rubric_of
+from qerl.tasks.judges.openai_client import OpenAIClient, RequestFailed
+from qerl.tasks.judges.rubric import JudgeFailed, JudgeRequest, rubric_of
 from qerl.tasks.scoring import Failure, Scope, failure_of
 
 KEY_VARIABLE = "QERL_JUDGE_KEY"
 _BUSY_S = 30.0
+_OPEN_REQUESTS = 4
 # spent.next_s is not used: it was a time of day, which may leap.
 _TABLES = """
 create table if not exists replies (key text primary key, reply text not null);
@@ -57,10 +60,16 @@ class Judge:
     def reward_scope(self) -> Scope:
         return self._rubric.scope
 
+    def num_deadlines(self, num_samples: int) -> int:
+        """Return the largest number of requests of a call that are made one after the other."""
+        return max(1, math.ceil(self._rubric.max_requests(num_samples) / _OPEN_REQUESTS))
+
     def __call__(self, **arguments: list[Any]) -> list[float | Failure]:
         """Return a number in [0, 1] for each sample of the call, or why there is none."""
         requests = self._rubric.requests(arguments)
-        return self._rubric.rewards(arguments, [self._scores(each) for each in requests])
+        with ThreadPoolExecutor(_OPEN_REQUESTS) as threads:
+            scores = list(threads.map(self._scores, requests))
+        return self._rubric.rewards(arguments, scores)
 
     def _scores(self, request: JudgeRequest) -> list[float] | Failure:
         try:

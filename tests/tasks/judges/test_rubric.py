@@ -1,5 +1,6 @@
 """A judge that compares the samples of a group: its requests, and the rewards in its replies."""
 
+import dataclasses
 import re
 
 import pytest
@@ -8,8 +9,8 @@ from test_judge import endpoint, groups_of, task  # noqa: F401  a fixture
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.own_judge import OwnJudge
-from qerl.tasks.rubric import JudgeFailed, pairs_of, rubric_of
+from qerl.tasks.judges.own_judge import OwnJudge
+from qerl.tasks.judges.rubric import JudgeFailed, pairs_of, rubric_of
 from qerl.tasks.scoring import Failure
 
 
@@ -63,6 +64,34 @@ def test_the_reward_of_pairs_is_the_share_of_wins():
     assert rewards("pairs", "alone", "alone") == [0.5, 0.5]
 
 
+def test_which_of_two_answers_that_meet_once_is_first_depends_on_the_texts_alone():
+    rubric = rubric_of(JudgeConfig(compare="pairs"))
+    places = []
+    for k in range(200):
+        (request,) = rubric.requests(arguments(f"a {k}", f"b {k}"))
+        assert rubric.requests(arguments(f"b {k}", f"a {k}")) == [request]
+        places.append(request.texts[0][0])
+    assert 70 < places.count("a") < 130
+    several = (rubric.requests(arguments(*(f"{letter} {k}" for letter in "abcd"))) for k in range(50))
+    pairs = [each.texts[0][0] + each.texts[1][0] for requests in several for each in requests]
+    assert {"ac", "ca", "bd", "db"} < set(pairs)  # opposite in the circle
+    assert {"ab", "bc", "cd", "da"} == set(pairs) - {"ac", "ca", "bd", "db"}
+
+
+@pytest.mark.parametrize(("compare", "num"), [("none", 8), ("list", 1), ("pairs", 16)])
+def test_no_samples_need_more_requests_than_those_that_differ(compare, num):
+    rubric = rubric_of(JudgeConfig(compare=compare))
+    assert rubric.max_requests(8) == num == len(rubric.requests(arguments(*"abcdefgh")))
+    assert len(rubric.requests(arguments(*"abcdefff"))) < num or compare != "pairs"
+
+
+def test_pairs_are_asked_for_four_at_a_time_with_a_deadline_for_each_four(endpoint, tmp_path):  # noqa: F811
+    config = task(endpoint, tmp_path, compare="pairs", rounds=None, rubric="{first} {second} draw")
+    with RewardPool(dataclasses.replace(config, reward_timeout_s=1.5)) as pool:
+        assert pool.score(groups_of("a", "b", "c", "d")) == [[0.5] * 4]  # 6 requests of 0.8 s
+    assert len(endpoint.asked) == 6 and endpoint.max_open == 4
+
+
 def test_a_pair_without_a_reply_is_left_out():
     reply = lambda message: "?" if "zz" in message and "bbb" in message else by_length(message)  # noqa: E731
     assert rewards("pairs", "a", "bbb", "zz", rounds=None, reply=reply) == [0, 1, 1]
@@ -97,5 +126,5 @@ def test_the_base_model_compares_the_samples_of_a_group(tmp_path):
 
     judge.answer_by(answer, "tiny")
     call = [{"prompts": ["?"], "completions": [text]} for text in ("a", "bbb", "cc")]
-    assert judge.score_groups([call, [], call[:2]]) == [[0, 1, 0.5], [], [0, 1]]
-    assert asked == [3]  # the second group's pair is among the first one's
+    assert judge.score_groups([call, [], [call[1], call[2], call[0]]]) == [[0, 1, 0.5], [], [1, 0.5, 0]]
+    assert asked == [3]  # the second group's pairs are the first one's

@@ -7,15 +7,19 @@
 
 Scores are in [0, 1]: (score - min_score) / (max_score - min_score). Texts that are equal are one answer.
 Pairs are (i, i + o) in a circle for o = 1 .. rounds: each sample comes first as often as second, so a judge
-that prefers a place favours none. A request without a reply is left out; a sample without any has no reward.
+that prefers a place favours none. Two that are opposite in the circle, as two alone are, meet once: which
+comes first depends on the texts, not on their order. A request without a reply is left out; a sample without
+any has no reward.
 """
 
+import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qerl.algo.seeds import mix
 from qerl.config import JudgeConfig
 from qerl.config.judge import RUBRICS
 from qerl.errors import UserError
@@ -56,6 +60,10 @@ class Rubric:
         """Return the requests for the samples of one call."""
         texts = list(map(readable, arguments["completions"]))
         return [self._request(arguments, i, (text,), {"completion": text}) for i, text in enumerate(texts)]
+
+    def max_requests(self, num_samples: int) -> int:
+        """Return the number of requests for samples whose texts differ."""
+        return num_samples
 
     def rewards(self, arguments: Arguments, scores: Sequence[list[float] | Failure]) -> list[float | Failure]:
         """Return the reward of each sample by the scores of each request."""
@@ -100,6 +108,9 @@ class ListRubric(Rubric):
         fields = {"completions": "\n\n".join(numbered), "num_completions": len(texts)}
         return [self._request(arguments, 0, texts, fields)]
 
+    def max_requests(self, num_samples: int) -> int:
+        return 1
+
     def rewards(self, arguments: Arguments, scores: Sequence[list[float] | Failure]) -> list[float | Failure]:
         (scores_D,) = scores
         if isinstance(scores_D, Failure):
@@ -113,8 +124,15 @@ class PairRubric(Rubric):
 
     def requests(self, arguments: Arguments) -> list[JudgeRequest]:
         texts = _distinct(arguments)
-        pairs = [(texts[i], texts[j]) for i, j in pairs_of(len(texts), self._settings.rounds)]
+        prompt = readable(arguments["prompts"][0])
+        pairs = [
+            _by_seed(prompt, texts[i], texts[j]) if 2 * (j - i) == len(texts) else (texts[i], texts[j])
+            for i, j in pairs_of(len(texts), self._settings.rounds)
+        ]
         return [self._request(arguments, 0, (a, b), {"first": a, "second": b}) for a, b in pairs]
+
+    def max_requests(self, num_samples: int) -> int:
+        return len(pairs_of(num_samples, self._settings.rounds))
 
     def rewards(self, arguments: Arguments, scores: Sequence[list[float] | Failure]) -> list[float | Failure]:
         shares: dict[str, list[float]] = defaultdict(list)
@@ -144,6 +162,14 @@ def pairs_of(num: int, rounds: int | None) -> list[tuple[int, int]]:
         for offset in range(1, 1 + min(num // 2, num if rounds is None else rounds))
         for i in range(offset if 2 * offset == num else num)
     ]
+
+
+def _by_seed(prompt: str, *texts: str) -> tuple[str, str]:
+    """Return two texts in the order that their coordinates choose: the prompt and both, in either order."""
+    lower, higher = sorted(texts)
+    coordinates = (text.encode("utf-8", errors="surrogatepass") for text in (prompt, lower, higher))
+    seed = mix(*(int.from_bytes(hashlib.sha256(each).digest()[:8]) for each in coordinates))
+    return (lower, higher) if seed % 2 else (higher, lower)
 
 
 def _distinct(arguments: Arguments) -> tuple[str, ...]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError, require
-from qerl.tasks.judge import Ledger
+from qerl.tasks.judges.judge import Ledger
+from qerl.tasks.judges.rubric import JudgeFailed, JudgeRequest, rubric_of
 from qerl.tasks.reward_calls import merged
-from qerl.tasks.rubric import JudgeFailed, JudgeRequest, rubric_of
 from qerl.tasks.scoring import Arguments, Failure, failure_of
 
 BASE = "base"
