@@ -211,7 +211,20 @@ class ServeOptions:
     channel; auto: as the chat template shows."""
 
     tool_call_parser: Literal[
-        "auto", "glm4", "glm45", "granite", "harmony", "hermes", "llama3", "mistral", "phi4", "qwen_xml"
+        "auto",
+        "deepseek",
+        "function_gemma",
+        "gemma4",
+        "glm4",
+        "glm45",
+        "granite",
+        "harmony",
+        "hermes",
+        "llama3",
+        "mistral",
+        "olmo3",
+        "phi4",
+        "qwen_xml",
     ] = "auto"
     """Form of tool calls in answers; auto: that of the chat template."""
 

@@ -1,7 +1,8 @@
 """Text of an answer in which control tokens are visible to what parses it, and to nothing else.
 
-A character of such a token is a lone surrogate, U+DC00 plus its ASCII code. Decoded text has none, so that
-nobody can write a control token as text; and each place of the text is the same where the token is spelled.
+A character of such a token is a lone surrogate, U+DC00 plus its place in ASCII, after which come DeepSeek's
+two. Decoded text has none, so that nobody can write a control token as text; and each place of the text is
+the same where the token is spelled.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from qerl.serve.token_text import TokenBytes
 
-_SURROGATE_OF = {code: 0xDC00 + code for code in range(128)}
+_SURROGATE_OF = {code: 0xDC00 + place for place, code in enumerate([*range(128), ord("｜"), ord("▁")])}
 _CODE_OF = {surrogate: code for code, surrogate in _SURROGATE_OF.items()}
 _REMOVED = dict.fromkeys(_CODE_OF)
 
@@ -24,7 +25,9 @@ class Markers:
     def of(cls, token_bytes: TokenBytes, texts: Iterable[str]) -> "Markers":
         """Return those of the texts that are special tokens; the others are in a decoded text anyway."""
         ids = token_bytes.special_ids
-        return cls({ids[text]: text for text in texts if text in ids and text.isascii()})
+        return cls(
+            {ids[text]: text for text in texts if text in ids and _SURROGATE_OF.keys() >= set(map(ord, text))}
+        )
 
     def of_token(self, token: int) -> str:
         """Return the marked text of a token; empty if it has none."""

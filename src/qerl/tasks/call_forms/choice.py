@@ -2,16 +2,22 @@
 
 from typing import Any
 
+from qerl.tasks.call_forms.deepseek import DEEPSEEK
 from qerl.tasks.call_forms.form import CallForm
+from qerl.tasks.call_forms.gemma import FUNCTION_GEMMA, GEMMA4
 from qerl.tasks.call_forms.glm import GLM4, GLM45
 from qerl.tasks.call_forms.harmony import HARMONY
 from qerl.tasks.call_forms.hermes import HERMES
 from qerl.tasks.call_forms.lists import GRANITE, PHI4
 from qerl.tasks.call_forms.llama import LLAMA3
 from qerl.tasks.call_forms.mistral import MISTRAL
+from qerl.tasks.call_forms.olmo import OLMO3
 from qerl.tasks.call_forms.qwen_xml import QWEN_XML
 
-FORMS = (QWEN_XML, GLM45, HARMONY, MISTRAL, PHI4, GRANITE, HERMES, LLAMA3, GLM4)
+FORMS = (
+    *(QWEN_XML, GLM45, HARMONY, MISTRAL, PHI4, GRANITE, DEEPSEEK, GEMMA4, FUNCTION_GEMMA, OLMO3),
+    *(HERMES, LLAMA3, GLM4),
+)
 """In the order in which their markers are looked for: those that only one form has come first."""
 
 

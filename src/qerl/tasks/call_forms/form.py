@@ -115,9 +115,12 @@ def json_reader(closes: tuple[str, ...]) -> Reader:
     return read
 
 
-def named_reader(head: Match, part: Match) -> Reader:
-    """Return what reads a name and its arguments as JSON. head: up to the object, group 1 is the name;
-    part: a whole text that may become a head."""
+def named_reader(
+    head: Match, part: Match, tail: Match | None = None, part_of_tail: Match | None = None
+) -> Reader:
+    """Return what reads a name and its arguments as JSON. head: up to the object, its only group that matched
+    is the name; part: a whole text that may become a head; tail: what may follow the object, and
+    part_of_tail: a whole text that may become more of it."""
 
     def read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | None:
         named = head(text, place)
@@ -127,7 +130,12 @@ def named_reader(head: Match, part: Match) -> Reader:
         end = json_end(text, named.end())
         if end is None:
             return MALFORMED if is_end else None
-        return Reading((RawCall(named[1], text[named.end() : end]),), end)
+        call = RawCall(named[named.lastindex or 0], text[named.end() : end])
+        if tail is not None and part_of_tail is not None:
+            if part_of_tail(text, end) and not is_end:
+                return None
+            end = rest.end() if (rest := tail(text, end)) else end
+        return Reading((call,), end)
 
     return read
 
