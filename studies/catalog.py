@@ -6,7 +6,7 @@ noise     noise schedule, size, place (sampler or both) and importance correctio
 rank      LoRA rank and learning rate, BF16 against NVFP4
 methods   losses, corrections and advantages at one budget (catalog_methods.py)
 
-Those of real models on a GPU are in catalog_real.py.
+Those of real models on a GPU are in catalog_real.py and catalog_agents.py.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qerl.config import EvalConfig
+from studies.catalog_agents import agents
 from studies.catalog_methods import methods
 from studies.catalog_real import REAL_STUDIES
 from studies.common import (
@@ -315,4 +316,5 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "rank": rank,
     "methods": methods,
     **REAL_STUDIES,
+    "agents": agents,
 }

@@ -12,6 +12,7 @@ FOLDER/gsm8k/{train,test}.jsonl and from the folder or GGUF file in FOLDER that 
 import dataclasses
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -126,14 +127,24 @@ def run_config(job: Job) -> RunConfig:
 
 def with_local_files(config: RunConfig, folder: Path) -> RunConfig:
     """Return the config with the model and GSM8K's rows read from files in the folder."""
-    name = config.model.path.rpartition("/")[2]
-    places = [folder / name, folder / f"{name}.gguf", folder / f"{name.lower()}.gguf"]
-    model = next((place for place in places if place.exists()), None)
     rows = [folder / "gsm8k" / f"{split}.jsonl" for split in ("train", "test")]
-    missing = [str(path) for path in [*([] if model else places[:1]), *rows] if not path.exists()]
-    if missing:
-        raise UserError(f"--files {folder}: no {', no '.join(missing)}")
     return with_fields(
         config,
-        {"model.path": str(model), "task.name": str(rows[0]), "task.held_out_split": str(rows[1])},
+        {
+            "model.path": str(local_model(config.model.path, folder, rows)),
+            "task.name": str(rows[0]),
+            "task.held_out_split": str(rows[1]),
+        },
     )
+
+
+def local_model(name: str, folder: Path, others: Sequence[Path] = ()) -> Path:
+    """Return the model's folder or GGUF file in the folder; raise UserError if it or one of the other files
+    is missing."""
+    name = name.rpartition("/")[2]
+    places = [folder / name, folder / f"{name}.gguf", folder / f"{name.lower()}.gguf"]
+    model = next((place for place in places if place.exists()), None)
+    missing = [str(path) for path in [*([] if model else places[:1]), *others] if not path.exists()]
+    if model is None or missing:
+        raise UserError(f"--files {folder}: no {', no '.join(missing)}")
+    return model

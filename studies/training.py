@@ -10,8 +10,8 @@ import json
 from statistics import fmean
 from typing import Any
 
+from qerl import train
 from qerl.config import RunConfig
-from qerl.training.session import train
 from studies.study import Job
 
 _LOGGED = (

@@ -4,7 +4,7 @@
              ```json
              {...}
              ```<｜tool▁call▁end｜>
-V3.1     <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
+    V3.1     <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
 """
 
 import re
