@@ -322,6 +322,21 @@ def test_a_script_runs_with_its_import_changed(name, model, tmp_path):
 
 
 @pytest.mark.slow
+def test_trls_own_script_trains_on_a_reward_that_compares_the_samples_of_a_group(model, tmp_path):
+    arguments = SHORT + "--dataset_name trl-lib/DeepMath-103K --use_peft --lora_r 4 --num_generations 4"
+    arguments += " --reward_funcs group_rewards.longest_of_group"
+    (_, errors), code = finished("trl/scripts/grpo.py", arguments, model, tmp_path)
+    assert code == 0, errors[-3000:]
+    (path,) = (each for each in tmp_path.glob("**/samples.jsonl") if "checkpoints" not in each.parts)
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    for start in range(0, len(samples), 4):
+        lengths = [len(sample["text"]) for sample in samples[start : start + 4]]
+        expected = [float(length == max(lengths)) for length in lengths]
+        assert [sample["reward"] for sample in samples[start : start + 4]] == expected
+    assert {sample["reward"] for sample in samples} == {0.0, 1.0}  # each sample alone is the longest
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_script_that_cannot_run_is_refused_in_one_line(name, model, tmp_path):
     arguments, message = REFUSED[name]
