@@ -1,10 +1,10 @@
 """Calls of DeepSeek between <｜tool▁calls▁begin｜> and <｜tool▁calls▁end｜>, one after the other.
 
-    V3, R1   <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
-             ```json
-             {...}
-             ```<｜tool▁call▁end｜>
-    V3.1     <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
+V3, R1   <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+         ```json
+         {...}
+         ```<｜tool▁call▁end｜>
+V3.1     <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
 """
 
 import re
