@@ -16,16 +16,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+
 from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import UserError
 from qerl.eval.benchmark import majority_reward
+from qerl.learner.checkpoint import latest_adapter
 from qerl.learner.distributed import Ranks
 from qerl.models.device import resolve_device
+from qerl.models.peft.adapter import load_adapter
 from qerl.tasks import RewardPool, VotePool
 from qerl.training.calibrated import with_calibrated_base
-from qerl.training.policy import load_task, load_trained_sampler
+from qerl.training.policy import load_sampler, load_task
 from qerl.training.rollouts.evaluation import (
     EVALUATION_STEP,
     greedy,
@@ -48,7 +52,7 @@ def train_and_test(job: Job) -> dict[str, Any]:
     """Run or resume the job, then answer the test problems with what it learned."""
     config = run_config(job)
     line = train_job(job, config, _LOGGED)
-    figures = test_figures(config, job.folder / "checkpoints")
+    figures = test_figures(_as_trained(config, job.folder), latest_adapter(job.folder / "checkpoints"))
     peak = max(point["memory_gb"] for point in line["curve"])
     return {**line, "final": line["final"] | figures | {"peak_gb": peak}}
 
@@ -63,17 +67,22 @@ def measure_before_training(job: Job) -> dict[str, Any]:
     return {"final": test_figures(config, None) | {"calibrate_s": round(calibrate_s, 2)}, "curve": []}
 
 
-def test_figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float]:
-    """Return the figures above, of the newest adapter in the folder; None: of the model as it is."""
-    if config.model.calibrate != "none" and checkpoints is not None:
-        config = with_stored_base(config, checkpoints.parent)
+def _as_trained(config: RunConfig, folder: Path) -> RunConfig:
+    """Return the config with the base that the run in the folder calibrated, if it did."""
+    return config if config.model.calibrate == "none" else with_stored_base(config, folder)
+
+
+def test_figures(config: RunConfig, adapter: dict[str, Tensor] | None) -> dict[str, float]:
+    """Return the figures above, with an adapter by PEFT's names; None: of the model as it is."""
     config = with_fields(config, {"noise.schedule": "none", "task.num_held_out": 10**6})
     config = dataclasses.replace(config, model=resolve_device(config.model))
     tokenizer, task = load_task(config)
     prompts, sampling = task.held_out(None), sampling_of(config)
     begin = time.perf_counter()
     with RewardPool(config.task) as pool, VotePool() as votes:
-        engine = load_trained_sampler(config, tokenizer, checkpoints, print)
+        decoder, engine = load_sampler(config, tokenizer)
+        if adapter is not None:
+            load_adapter(decoder, adapter)
         loaded = time.perf_counter()
         request = GenerateRequest(
             prompts, num_samples=1, sampling=sampling, seed=config.seed, step=EVALUATION_STEP
