@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 from qerl.errors import UserError
 from studies import real_rows
-from studies.analysis import judge
+from studies.analysis import judge, values_of
 from studies.catalog import STUDIES
 from studies.catalog_real import REAL_STUDIES
 from studies.catalog_real_more import MORE_STUDIES
@@ -154,3 +154,10 @@ def test_a_cell_has_the_verdict_and_the_difference_of_its_study():
     assert rows["NVFP4 + AQN ends above BF16 LoRA"].endswith("| | supported, +0.1 [0.1, 0.1] | |")
     assert rows["NVFP4 has a higher entropy than BF16"].endswith("BF16 | | | |")
     assert "- gsm8k_small: not shown: AQN raises what BF16 LoRA ends at (" in text
+
+
+def test_the_mismatch_of_a_run_is_the_mean_of_its_steps():
+    curve = [{"step": 0, "mismatch_kl": 0.1}, {"step": 1}, {"step": 2, "mismatch_kl": 0.4}]
+    lines = [{"task": "t", "arm": "a", "seed": seed, "final": {}, "curve": curve[seed:]} for seed in (0, 1)]
+    assert values_of(lines, "mismatch_kl") == {("t", "a"): {0: pytest.approx(0.25), 1: 0.4}}
+    assert values_of(lines, "rollout_s") == {}
