@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,7 @@ def test_a_gguf_file_is_written_as_a_folder_of_the_same_weights(tmp_path, monkey
 
 
 def test_the_times_of_a_step_are_its_own(base):
+    trainer: Any
     trainer, lines = SimpleNamespace(spent={"generate_s": 0.0, "reward_s": 0.0}), []
     figures = StepFigures(trainer, base, lines.append)
     for step in (1, 2):
