@@ -12,6 +12,7 @@ from benchmarks.matrix import MatrixOptions, print_matrix
 from benchmarks.pages import TableOptions, write_tables
 from benchmarks.parity import ParityOptions, bench_parity
 from benchmarks.partial import PartialOptions, bench_partial
+from benchmarks.peers.options import PeerOptions, bench_peer
 from benchmarks.pictures import PicturesOptions, draw_pictures
 from benchmarks.rounding import RoundingOptions, bench_rounding
 from benchmarks.samplers import SamplersOptions, bench_samplers
@@ -34,6 +35,7 @@ benchmarks:
   matrix        Compile every CUDA kernel for every architecture and print what it uses; needs no GPU
   parity        Compare the engine's log-probabilities with the learner's
   partial       Time training steps with partial rollouts and without
+  peer          Run one training job by qerl or by TRL, and answer the test problems afterwards
   pictures      Draw the pictures of README.md
   rounding      Measure what rounding a model to 4 bits changes: KL, agreement, seconds
   samplers      Train on several GPUs by torchrun and by Ray, and kill one of Ray's workers
@@ -45,7 +47,7 @@ benchmarks:
 
 Run 'python -m benchmarks BENCHMARK --help' for the options.
 Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn', 'rollout' and 'step' write
-there too. rounding, serve, start and vllm-rollout print theirs."""
+there too. peer, rounding, serve, start and vllm-rollout print theirs."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "demo": (DemoOptions, bench_demo),
     "families": (FamiliesOptions, print_families),
@@ -55,6 +57,7 @@ BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "matrix": (MatrixOptions, print_matrix),
     "pictures": (PicturesOptions, draw_pictures),
     "partial": (PartialOptions, bench_partial),
+    "peer": (PeerOptions, bench_peer),
     "parity": (ParityOptions, bench_parity),
     "rounding": (RoundingOptions, bench_rounding),
     "samplers": (SamplersOptions, bench_samplers),

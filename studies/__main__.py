@@ -1,9 +1,9 @@
 """Run a study or write its page again: `python -m studies run NAME` or `python -m studies pages [NAME ...]`.
-`python -m studies mixture` trains a small mixture of experts.
+`python -m studies mixture` trains a small mixture of experts, `select` chooses the rows of math_exploration.
 
 Run it from a checkout of the repository. `run` executes the runs that have no line in OUT/NAME/results.jsonl
-yet and then writes the page; `pages` writes the pages and studies/findings.md from the stored lines
-and runs nothing.
+yet and then writes the page; `pages` writes the pages, studies/findings.md and studies/real.md from the
+stored lines and runs nothing.
 """
 
 import dataclasses
@@ -18,7 +18,9 @@ from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError, did_you_mean
 from studies.catalog import STUDIES
 from studies.findings import with_results, write_findings
+from studies.real_findings import write_real_findings
 from studies.run import rewrite_pages, run_study
+from studies.select_problems import SelectOptions, select_problems
 from studies.small_mixture import MixtureOptions, train_mixture
 from studies.study import select
 
@@ -26,12 +28,14 @@ USAGE = f"""\
 usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--tasks T] [--files DIR] [--out DIR]
        python -m studies pages [NAME ...]
        python -m studies mixture [--num-steps N] [--seed N] [--out DIR]
+       python -m studies select --files DIR [--num-train N] [--num-test N]
 
 Train the arms of a study with several seeds, and test its claims (docs/studies.md).
 
   run      Run what OUT/NAME/results.jsonl does not have yet, then write the study's page
-  pages    Write the pages and studies/findings.md again from the stored results
+  pages    Write the pages, studies/findings.md and real.md again from the stored results
   mixture  Train a small mixture of experts from scratch, then with rewards
+  select   Sample from the untrained model to choose the problems of math_exploration
 
 studies: {", ".join(STUDIES)}
 
@@ -74,11 +78,14 @@ def main(arguments: list[str]) -> None:
         for name in rest or with_results(folder):
             print(rewrite_pages(STUDIES[_known(name)](), folder / name))
         print(write_findings(folder))
+        print(write_real_findings(folder))
     elif command == "mixture":
         options = tyro.cli(MixtureOptions, args=rest, prog="python -m studies mixture")
         print(json.dumps(train_mixture(options)))
+    elif command == "select":
+        select_problems(tyro.cli(SelectOptions, args=rest, prog="python -m studies select"))
     else:
-        raise UserError(f"no command {command}; use run, pages or mixture")
+        raise UserError(f"no command {command}; use run, pages, mixture or select")
 
 
 def _run(arguments: list[str]) -> None:

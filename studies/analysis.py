@@ -23,6 +23,7 @@ counts against it.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
@@ -130,7 +131,20 @@ def matched_mean(rewards: Sequence[float], level: float) -> float:
     return fmean(rewards[start : start + half])
 
 
-DERIVED: Mapping[str, Callable[[Sequence[Line]], Values]] = {"matched": matched}
+def curve_mean(key: str, lines: Sequence[Line]) -> Values:
+    """Return each run's mean over its steps of a metric of the curve; runs without it are left out."""
+    values: Values = {}
+    for line in lines:
+        points = [point[key] for point in line["curve"] if point.get(key) is not None]
+        if points:
+            values.setdefault((line["task"], line["arm"]), {})[line["seed"]] = fmean(points)
+    return values
+
+
+DERIVED: Mapping[str, Callable[[Sequence[Line]], Values]] = {
+    "matched": matched,
+    **{key: partial(curve_mean, key) for key in ("mismatch_kl", "mismatch_abs", "rollout_s", "step_s")},
+}
 
 
 def differences(values: Values, task: str, arm: str, against: str) -> dict[int, float]:

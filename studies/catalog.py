@@ -6,7 +6,7 @@ noise     noise schedule, size, place (sampler or both) and importance correctio
 rank      LoRA rank and learning rate, BF16 against NVFP4
 methods   losses, corrections and advantages at one budget (catalog_methods.py)
 
-Those of real models on a GPU are in catalog_real.py and catalog_agents.py.
+Those of real models on a GPU are in catalog_real.py, catalog_real_more.py and catalog_agents.py.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from qerl.config import EvalConfig
 from studies.catalog_agents import agents
 from studies.catalog_methods import methods
 from studies.catalog_real import REAL_STUDIES
+from studies.catalog_real_more import MORE_STUDIES
 from studies.common import (
     AQN,
     BASE,
@@ -309,12 +310,12 @@ def rank() -> Study:
     )
 
 
-STUDIES: dict[str, Callable[[], Study]] = {
+SMALL_STUDIES: dict[str, Callable[[], Study]] = {
     "entropy": entropy,
     "growth": growth,
     "noise": noise,
     "rank": rank,
     "methods": methods,
-    **REAL_STUDIES,
-    "agents": agents,
 }
+"""Studies of the embedded model, on a CPU."""
+STUDIES = {**SMALL_STUDIES, **REAL_STUDIES, **MORE_STUDIES, "agents": agents}

@@ -1,4 +1,4 @@
-"""Write the verdicts of all studies in a few lines, for a reader of the repository.
+"""Write the verdicts of the studies of the embedded model in a few lines, for a reader of the repository.
 
 - Supported: MXFP4 has a higher entropy than BF16 (+0.778 in entropy, 95 % CI [0.768, 0.787]).
 - Refuted: NF4 has a lower entropy than BF16 (-0.129 in entropy, 95 % CI [-0.141, -0.116]).
@@ -7,12 +7,12 @@
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qerl.tracking.atomic_file import write_atomic
 from studies.analysis import Judged, judge
-from studies.catalog import STUDIES
+from studies.catalog import SMALL_STUDIES, STUDIES
 from studies.study import Study
 from studies.verdict import difference_text, number, sentence, title_of
 
@@ -30,10 +30,10 @@ def with_results(folder: Path) -> list[str]:
     return [name for name in STUDIES if (folder / name / "results.jsonl").exists()]
 
 
-def results_in(folder: Path) -> list[Result]:
-    """Judge every study that was run by its lines in FOLDER/NAME/results.jsonl."""
+def results_in(folder: Path, names: Collection[str] = SMALL_STUDIES) -> list[Result]:
+    """Judge the studies of these names that were run by their lines in FOLDER/NAME/results.jsonl."""
     results = []
-    for name in with_results(folder):
+    for name in (each for each in with_results(folder) if each in names):
         study = STUDIES[name]()
         text = (folder / name / "results.jsonl").read_text()
         results.append((study, judge(study, [json.loads(line) for line in text.splitlines()])))

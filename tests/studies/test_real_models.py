@@ -63,7 +63,10 @@ def test_a_job_reads_the_local_files_and_its_digest_names_those_of_the_hub(files
 
 def test_a_missing_file_is_named(files, tmp_path):
     config = REAL_STUDIES["gsm8k"]().base
-    with pytest.raises(UserError, match=r"no .*Qwen2.5-Coder-1.5B-Instruct, no .*train.jsonl"):
+    with pytest.raises(UserError, match=r"no .*Qwen2.5-Coder-1.5B-Instruct$"):
+        with_local_files(config, tmp_path)
+    (tmp_path / "Qwen2.5-Coder-1.5B-Instruct").mkdir()
+    with pytest.raises(UserError, match=r"no .*train.jsonl, no .*test.jsonl"):
         with_local_files(config, tmp_path)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from studies.catalog import STUDIES
 from studies.findings import MAX_LINES, brief, results_in, with_results
+from studies.real_findings import real_findings
 from studies.run import rewrite_pages
 
 FOLDER = Path(__file__).parents[2] / "studies"
@@ -27,6 +28,12 @@ def test_the_findings_are_what_the_lines_give():
     assert f"{text}\n" == (FOLDER / "findings.md").read_text()
     assert len(text.splitlines()) <= MAX_LINES
     assert "NF4 has a lower entropy than BF16" in text
+
+
+def test_the_table_of_real_models_is_what_the_lines_give():
+    text = real_findings(results_in(FOLDER, STUDIES))
+    assert f"{text}\n" == (FOLDER / "real.md").read_text()
+    assert "| BF16 LoRA collapses more than NVFP4 at ten times the rate | not shown, +0.0558" in text
 
 
 def test_claims_about_gaussian_noise_have_five_draws():
