@@ -157,7 +157,7 @@ def test_no_arm_is_another_under_a_new_name(tmp_path):
     for make in STUDIES.values():
         study = make()
         jobs = [study.job(task, arm, 0, None, tmp_path) for task in study.tasks for arm in study.arms]
-        assert len({job.digest for job in jobs}) == len(jobs)
+        assert len({(job.task, job.digest) for job in jobs}) == len(jobs)
         if study.name in SMALL_STUDIES:
             assert len(study.seeds) >= 5 and len(study.tasks) >= 2
 
