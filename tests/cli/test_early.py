@@ -47,6 +47,9 @@ MISTAKES = [
     ((*SUMS[:3], "--reward", "gold.py:score"), "score needs gold, but the data has no such column"),
     ((*SUMS[:3], "--reward", "broken.py:score"), "cannot import broken.py: SyntaxError"),
     ((*SUMS[:3], "--reward", "numerc"), "did you mean numeric?"),
+    ((*SUMS[:3], "--reward", "even.py"), "task.rewards even.py: name its function too, as even.py:FUNCTION"),
+    ((*SUMS[:3], "--agent", "even.py"), "agent.function even.py: name its function too"),
+    ((*SUMS[:3], "--agent", "even"), "agent.function: 'even' is neither module:function"),
     ((*SUMS[:3], "--agent", "even.py:agent"), "agent.function even.py:agent: even.py has no 'agent'"),
     ((*SUMS, "--task.prompt-column", "ask"), "has no column 'ask' (there are: prompt, answer)"),
     ((*SUMS, "--task.template", "{promt}"), "has no column 'promt', which task.template names"),
@@ -58,6 +61,7 @@ MISTAKES = [
     (("sft", "--data", "none.jsonl"), "data none.jsonl: no such file"),
     (("sft", "--data", "code.csv"), "rows to imitate need a column"),
     (("eval", "./none", "gsm8k"), "./none: no such folder or file"),
+    (("eval", "none"), "none: no such folder or file"),
     (("eval", "owner/name", "none.jsonl"), "none.jsonl: no such file"),
     (("eval", "owner/name", "gsm8k=none.csv"), "none.csv: no such file"),
     (("generate", "./none", "hello"), "./none: no such folder or file"),
@@ -92,7 +96,7 @@ def test_the_model_that_is_assumed_is_said(folder):
     process = tiny_run.launched("-c", CODE, str(folder), "train", "--task", "sums.jsonl", "--reward", "exact")
     out, _ = process.communicate(timeout=60)
     assert "assumed: the built-in model smollm2-135m-instruct; --model MODEL takes another one" in out
-    assert "assumed: learn.learning_rate 5e-05, as LoRA of 0.14 billion weights" in out
+    assert "assumed: learn.learning_rate 0.0005, as LoRA of 0.14 billion weights" in out
     process = tiny_run.launched(
         "-c", CODE, str(folder), *SUMS, "--model=o/n-1B", "--learn.learning-rate=1e-4"
     )

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from qerl.config import AdapterConfig, EngineConfig, ModelConfig
+from qerl.config import AdapterConfig, EngineConfig, ModelConfig, RunConfig
 from qerl.config.rates import billions_of, rate_for
 from qerl.config.recipes import RECIPES, plain
 
@@ -42,9 +42,11 @@ def _own(path, kind="lora"):
     return dataclasses.replace(plain(), model=model, adapter=AdapterConfig(kind=kind))
 
 
-def test_lora_of_a_model_under_3b_learns_at_5e_5_and_of_others_at_1e_5():
-    rates = {size: rate_for(_own(f"owner/model-{size}")) for size in ("0.5B", "1.5B", "3B", "7B", "70B")}
-    assert [rate and rate[0] for rate in rates.values()] == [5e-5, 5e-5, 1e-5, 1e-5, 1e-5]
+def test_lora_of_a_small_model_learns_at_a_higher_rate():
+    sizes = ("0.5B", "1.5B", "3B", "7B", "70B")
+    rates = [rate_for(_own(name)) for name in (RunConfig().model.path, *(f"owner/model-{s}" for s in sizes))]
+    assert [rate and rate[0] for rate in rates] == [5e-4, 5e-5, 5e-5, 1e-5, 1e-5, 1e-5]
+    assert rates[0] and rates[0][0] == RECIPES["demo"]().learn.learning_rate
     assert rate_for(_own("owner/model-1B", kind="full")) is None
     assert rate_for(_own("owner/model")) is None
 

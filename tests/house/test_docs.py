@@ -69,7 +69,7 @@ SHORT = {
     "help_all",
     "debug",
 }
-MAX_WORDS = 37_000  # of all pages of the site
+MAX_WORDS = 36_000  # of all pages of the site
 PLACEHOLDERS = {"my_recipe", "RECIPE"}
 
 
@@ -166,6 +166,15 @@ def test_the_page_of_agents_shows_the_example_as_it_is():
 def test_the_site_has_a_size_that_a_person_can_read():
     assert len(PAGES[1:]) <= 33
     assert sum(len(page.read_text().split()) for page in PAGES[1:]) <= MAX_WORDS
+
+
+def test_each_page_is_once_in_the_navigation_and_once_in_llms_txt():
+    pages = sorted(page.stem for page in PAGES[1:])
+    _, _, nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
+    assert sorted(re.findall(r": ([\w-]+)\.md$", nav, flags=re.MULTILINE)) == pages
+    text = (ROOT / "docs" / "llms.txt").read_text()
+    in_text = re.findall(r"^- \[[^]]+\]\(([\w-]+)\.html\)", text, flags=re.MULTILINE)
+    assert sorted([*in_text, "index"]) == pages
 
 
 def test_the_page_of_the_config_has_every_part_of_it():

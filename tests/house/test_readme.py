@@ -34,13 +34,13 @@ def test_it_is_short():
     assert README.read_text().count("\n") <= 150
 
 
-def test_its_reward_is_right_for_right_numbers():
-    example = re.search(r"```python\n(def score.*?)```", README.read_text(), flags=re.DOTALL)
+def test_its_reward_is_right_for_right_first_numbers():
+    example = re.search(r"`reward.py`.*?```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert example
     names: dict = {}
     exec(compile(example[1], "README.md", "exec"), names)
-    answers = [[{"content": text}] for text in ("42.", "41", "It is 42.")]
-    assert names["score"](answers, ["42"] * 3) == [1.1, 0.1, 0.0]
+    answers = [[{"content": text}] for text in ("42.", "41", "12 + 30 = 42", "It is 42", "none")]
+    assert names["score"](answers, ["42"] * 5) == [1.1, 0.1, 0.1, 1.0, 0.0]
 
 
 def test_each_page_that_it_names_is_a_link_to_a_file():

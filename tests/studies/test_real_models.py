@@ -2,10 +2,16 @@
 
 import dataclasses
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 import tiny_run
+from qerl.cli.arguments import parse_options
+from qerl.cli.train import read_recipe, train_help, with_rate
+from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.tasks import VotePool
 from qerl.types import Group, Prompt, Sample
@@ -59,6 +65,22 @@ def test_a_job_reads_the_local_files_and_its_digest_names_those_of_the_hub(files
     assert read.task.name == str(files / "gsm8k" / "train.jsonl")
     (files / f"{NAME.lower()}.gguf").touch()
     assert with_local_files(job.config, files).model.path == str(files / NAME)
+
+
+def test_the_command_of_the_page_has_the_settings_of_the_study():
+    page = (Path(__file__).parents[2] / "docs" / "gsm8k.md").read_text()
+    (typed,) = re.findall(r"^ {4}qerl train (--task gsm8k (?:.*\\\n)*.*)", page, flags=re.MULTILINE)
+    typed = typed.replace("\\\n", " ").replace("$'", "'").replace("\\n", "\n")  # as bash reads $'...'
+    _, default, options = read_recipe(shlex.split(typed), "train")
+    config, _ = with_rate(parse_options(RunConfig, options, "train", default, train_help()), options)
+    study = REAL_STUDIES["gsm8k"]()
+    (arm,) = (arm for arm in study.arms if arm.name == "nvfp4")
+    of_study = with_fields(study.base, arm.fields)
+    memory = {"learn.max_tokens_per_microbatch": of_study.learn.max_tokens_per_microbatch}
+    assert with_fields(config, memory) == dataclasses.replace(
+        of_study, out=config.out, engine=config.engine, noise=config.noise
+    )
+    assert config.noise.schedule == of_study.noise.schedule == "none"
 
 
 def test_a_missing_file_is_named(files, tmp_path):

@@ -84,6 +84,7 @@ def run(arguments: list[str]) -> None:
     if benchmarks:
         default = paper_sampling(default)
     options = parse_options(EvalOptions, arguments, f"eval {source}", default, HELP)
+    check_place(options.model.path)
     reads_own_task = bool(files) or not benchmarks
     require(
         config is not None or bool(names[1:] or of_task),
@@ -105,7 +106,6 @@ def run(arguments: list[str]) -> None:
     file_tasks = own_tasks(files, options)
     for task in [*benchmarks.values(), *file_tasks.values()]:
         check_file("", task.name)
-    check_place(options.model.path)
     if config is None:
         file_tasks = _with_known(file_tasks, keeps_rewards="--task.rewards" in task_options)
     from rich.console import Console

@@ -11,7 +11,7 @@ from pathlib import Path
 from qerl.config import DpoConfig, SftConfig, TaskConfig
 from qerl.errors import UserError, did_you_mean, require
 from qerl.tasks.graders import NEED_ANSWER
-from qerl.tasks.reward import REWARDS
+from qerl.tasks.reward import REWARDS, check_names_function
 from qerl.tasks.rows.known_sets import open_prompt_rows
 from qerl.tasks.rows.prompt import prompt_columns, prompt_kind
 from qerl.tasks.rows.sft_rows import form_of_rows, tables_of
@@ -80,11 +80,9 @@ def _required(function: _Function) -> list[str]:
 def _defined(name: str, field: str) -> Iterator[_Function]:
     """Yield the function that FILE.py:NAME stands for if it is a plain one; raise UserError if there is none.
     Modules, and names that are bound otherwise, are left to the import."""
-    if ":" not in name:
-        known = f"nor one of {', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
-        is_known = field != "task.rewards" or name in REWARDS
-        require(is_known, f"task.rewards: {name!r} is neither module:function nor file.py:function, {known}")
+    if field == "task.rewards" and name in REWARDS:
         return
+    check_names_function(name, field)
     place, _, attribute = name.rpartition(":")
     if not place.endswith(".py"):
         return

@@ -371,22 +371,27 @@ def _call(prompt: Prompt, sample: Sample) -> Arguments:
 
 def resolve(name: str, config: TaskConfig) -> Reward:
     """Return the function that an entry of task.rewards names."""
-    if name in REWARDS:
-        return REWARDS[name](config)
-    if ":" not in name:
-        raise UserError(
-            f"task.rewards: {name!r} is neither module:function nor file.py:function,"
-            f" nor one of {', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
-        )
-    return imported(name, "task.rewards")
+    return REWARDS[name](config) if name in REWARDS else imported(name, "task.rewards")
+
+
+def check_names_function(name: str, field: str) -> None:
+    """Raise UserError if the value of this field, which is no built-in reward, has no place:function."""
+    if ":" in name:
+        return
+    if name.endswith(".py"):
+        raise UserError(f"{field} {name}: name its function too, as {name}:FUNCTION")
+    built_in = f", nor one of {', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
+    is_reward = field == "task.rewards"
+    raise UserError(
+        f"{field}: {name!r} is neither module:function nor file.py:function{built_in if is_reward else ''}"
+    )
 
 
 def imported(name: str, field: str) -> Callable[..., Any]:
     """Return the function or class that module:name or file.py:name, the value of this field, stands for."""
-    module_name, colon, attribute = name.rpartition(":")
+    check_names_function(name, field)
+    module_name, _, attribute = name.rpartition(":")
     is_file = module_name.endswith(".py")
-    if not colon:
-        raise UserError(f"{field}: {name!r} is neither module:function nor file.py:function")
     if is_file and not Path(module_name).is_file():
         raise UserError(f"{field} {name}: no such file")
     folder = str(Path(module_name).parent.absolute() if is_file else Path.cwd())
