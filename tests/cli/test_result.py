@@ -77,7 +77,23 @@ def test_an_export_says_what_it_wrote_and_how_it_is_used(tmp_path, form, said):
     out = tmp_path / "out"
     out.mkdir()
     (out / "weights").write_bytes(bytes(2_500_000))
-    adapter = AdapterConfig(rank=8, rank_pattern=(("q_proj", 48),))
+    patterns = {"rank_pattern": (("q_proj", 48),), "alpha_pattern": (("q_proj", 96.0),)}
+    adapter = AdapterConfig(rank=8, alpha=16.0, **patterns)
     lines = usage_lines(ExportOptions(run=Path("run"), out=out, form=form), "owner/base", adapter)
     assert "2.5 MB" in lines[0] and str(out) in lines[0]
     assert any(said.replace("OUT", str(out)) in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank_pattern": (("q_proj", 48),)},
+        {"alpha_pattern": (("q_proj", 32.0),)},
+        {"rank_pattern": (("q_proj", 32),), "alpha_pattern": (("q_proj", 64.0),), "use_rslora": True},
+        {"experts": "per_expert", "expert_rank": 4},
+    ],
+)
+def test_an_adapter_of_several_factors_is_not_offered_to_vllm(tmp_path, fields):
+    adapter = AdapterConfig(rank=8, alpha=16.0, **fields)
+    options = ExportOptions(run=Path("run"), out=tmp_path, form="peft")
+    assert usage_lines(options, "owner/base", adapter)[-1].startswith("  vLLM   vLLM computes something else")

@@ -17,6 +17,7 @@ from qerl.config import AdapterConfig
 from qerl.cost.weights import num_trained_weights
 from qerl.engine.decode.linears import LinearGroup
 from qerl.errors import UserError
+from qerl.export.adapter_card import NOT_IN_VLLM, vllm_options
 from qerl.formats import BF16
 from qerl.models.linear import QuantLinear
 from qerl.models.peft.adapter import adapted_linears, adapter_tensors, add_adapter, load_adapter
@@ -63,6 +64,11 @@ def test_peft_loads_it_with_our_logits_and_it_is_read_again(name, family, tmp_pa
     out = exported(tmp_path, config, "peft")
     model = peft.PeftModel.from_pretrained(base, out)
     torch.testing.assert_close(theirs(model), logits_of(decoder, TOKENS_T), rtol=1e-4, atol=1e-4)
+    described = json.loads((out / "adapter_config.json").read_text())
+    factor = described["lora_alpha"] / described["r"] ** (0.5 if described["use_rslora"] else 1)
+    factors = [each.scaling["default"] for each in model.modules() if hasattr(each, "lora_A")]
+    assert (vllm_options(described) is not None) == (factors == pytest.approx([factor] * len(factors)))
+    assert (NOT_IN_VLLM in (out / "README.md").read_text()) == (vllm_options(described) is None)
     masters = adapter_tensors(decoder)
     assert num_trained_weights(decoder.architecture, adapter) == sum(t.numel() for t in masters.values())
     try:

@@ -8,51 +8,38 @@ import signal
 
 import pytest
 
-import tiny_run
 from faults import commands, runs
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def run(files, tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "whole"
-    runs.finish(files, out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def wholes(files, run, tmp_path_factory):
+def wholes(files, whole, tmp_path_factory):
     """{command: (its folder, number of flushes and renames, seconds)}"""
     folder, made = tmp_path_factory.mktemp("wholes"), {}
     for name in commands.NAMES:
         (folder / name).mkdir()
         out = folder / name / "out"
-        made[name] = (out, *commands.whole(name, files, run, out))
+        made[name] = (out, *commands.whole(name, files, whole, out))
     return made
 
 
 @pytest.mark.parametrize("name", commands.NAMES)
 def test_killed_at_any_flush_a_command_leaves_no_half_folder_and_the_next_one_writes_it(
-    files, run, wholes, tmp_path, name
+    files, whole, wholes, tmp_path, name
 ):
     reference, num_flushes, _ = wholes[name]
     cuts = sorted({0, 1, num_flushes // 2, num_flushes - 2, num_flushes - 1})
     found = [
-        commands.trial(name, files, run, reference, tmp_path / str(cut), commands.killed_at(cut), None)
+        commands.trial(name, files, whole, reference, tmp_path / str(cut), commands.killed_at(cut), None)
         for cut in cuts
     ]
     assert found == [None] * len(cuts)
 
 
 @pytest.mark.parametrize("name", ["export-merged", "quantize"])
-def test_killed_at_random_moments_a_command_leaves_no_half_folder(files, run, wholes, tmp_path, name):
+def test_killed_at_random_moments_a_command_leaves_no_half_folder(files, whole, wholes, tmp_path, name):
     reference, _, whole_s = wholes[name]
     found = [
-        commands.trial(name, files, run, reference, tmp_path / str(i), lambda: None, moment_s)
+        commands.trial(name, files, whole, reference, tmp_path / str(i), lambda: None, moment_s)
         for i, moment_s in enumerate(commands.moments(5, 3, whole_s))
     ]
     assert found == [None] * 3
@@ -61,23 +48,23 @@ def test_killed_at_random_moments_a_command_leaves_no_half_folder(files, run, wh
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("name", commands.NAMES)
 def test_a_disk_that_refuses_a_command_is_one_line_and_leaves_nothing(
-    files, run, wholes, tmp_path, name, number
+    files, whole, wholes, tmp_path, name, number
 ):
     num_flushes = wholes[name][1]
     for cut in (0, num_flushes // 2, num_flushes - 2):
         out = tmp_path / str(cut) / "out"
-        given = commands.arguments(name, files, run, out)
+        given = commands.arguments(name, files, whole, out)
         one = runs.start_command(given, tmp_path / f"{cut}.log", commands.failing_at(cut, number))
         assert commands.refusal(one, number) is None
         assert not out.exists() and not (out.parent.exists() and list(out.parent.iterdir()))
 
 
 @pytest.mark.parametrize("name", ["export-merged", "quantize", "report"])
-def test_a_full_file_system_is_one_line_and_leaves_nothing(files, run, tmp_path, name):
+def test_a_full_file_system_is_one_line_and_leaves_nothing(files, whole, tmp_path, name):
     try:
         with runs.small_disk(1 << 17) as folder:
-            given = ["report", str(run), "--out", str(folder / "out.html")]
-            given = given if name == "report" else commands.arguments(name, files, run, folder / "out")
+            given = ["report", str(whole), "--out", str(folder / "out.html")]
+            given = given if name == "report" else commands.arguments(name, files, whole, folder / "out")
             (folder / "ballast").write_bytes(bytes(120_000))
             one = runs.start_command(given, tmp_path / "log")
             assert one.wait() in (1, 2) and "Traceback" not in one.said
@@ -88,13 +75,13 @@ def test_a_full_file_system_is_one_line_and_leaves_nothing(files, run, tmp_path,
         pytest.skip(str(error))
 
 
-def test_what_a_killed_export_left_is_removed_and_what_a_living_one_writes_is_not(files, run, tmp_path):
+def test_what_a_killed_export_left_is_removed_and_what_a_living_one_writes_is_not(files, whole, tmp_path):
     """Another folder's files with a like name stay too."""
     out = tmp_path / "out"
     others = [tmp_path / name for name in (".out.unfinished", ".outer.unfinished-abc", "out.unfinished-abc")]
     for other in others:
         other.mkdir()
-    given = commands.arguments("export-peft", files, run, out)
+    given = commands.arguments("export-peft", files, whole, out)
     one = runs.start_command(given, tmp_path / "one.log", commands.killed_at(2))
     assert one.wait() == -signal.SIGKILL
     (left,) = tmp_path.glob(".out.unfinished-*")
@@ -108,10 +95,10 @@ def test_what_a_killed_export_left_is_removed_and_what_a_living_one_writes_is_no
     assert not left.exists() and out.exists() and all(other.is_dir() for other in others)
 
 
-def test_an_export_into_a_linked_empty_folder_keeps_the_link(files, run, tmp_path):
+def test_an_export_into_a_linked_empty_folder_keeps_the_link(files, whole, tmp_path):
     (tmp_path / "disk" / "place").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "place")
-    given = commands.arguments("export-peft", files, run, tmp_path / "link")
+    given = commands.arguments("export-peft", files, whole, tmp_path / "link")
     one = runs.start_command(given, tmp_path / "log")
     assert one.wait() == 0, one.said
     assert (tmp_path / "link").is_symlink() and (
@@ -129,9 +116,9 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_folders_of_any_name_are_written_and_read(files, run, tmp_path, kind):
+def test_folders_of_any_name_are_written_and_read(files, whole, tmp_path, kind):
     place = tmp_path / NAMES[kind]
-    shutil.copytree(run, place)
+    shutil.copytree(whole, place)
     for number, given in enumerate(
         [
             ["export", place, tmp_path / "o" / NAMES[kind]],
@@ -162,8 +149,8 @@ def test_folders_of_any_name_are_written_and_read(files, run, tmp_path, kind):
     ],
     ids=lambda given: "-".join(given[:2]).replace("{", "").replace("}", ""),
 )
-def test_a_name_that_is_too_long_is_one_line(files, run, tmp_path, given):
-    places = {"run": run, "model": files, "out": tmp_path / "out", "long": tmp_path / ("x" * 256)}
+def test_a_name_that_is_too_long_is_one_line(files, whole, tmp_path, given):
+    places = {"run": whole, "model": files, "out": tmp_path / "out", "long": tmp_path / ("x" * 256)}
     one = runs.start_command([part.format(**places) for part in given], tmp_path / "log")
     assert one.wait() in (1, 2) and "Traceback" not in one.said, one.said
     assert len([line for line in one.said.splitlines() if line.startswith("qerl: ")]) == 1

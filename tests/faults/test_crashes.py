@@ -4,13 +4,7 @@ import shutil
 
 import pytest
 
-import tiny_run
 from faults import crashes, runs
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

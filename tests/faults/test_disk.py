@@ -4,20 +4,7 @@ import json
 
 import pytest
 
-import tiny_run
 from faults import damage, disks, figures, runs
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def whole(files, tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "whole"
-    runs.finish(files, out)
-    return out
 
 
 @pytest.mark.parametrize("allowed", [1, 20, 50])

@@ -1,7 +1,6 @@
 """qerl eval, sft, serve and tinker: killed, without space, twice in one folder, in folders of any name."""
 
 import errno
-import json
 import os
 import signal
 import sys
@@ -16,23 +15,8 @@ NUM_WRITES = 6
 """Flushes and renames of an evaluation: of its folder, its results, and its summary."""
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
-    rows = [{"prompt": f"{i} + {i + 1} =", "completion": f" {2 * i + 1}"} for i in range(40)]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run(files, tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "whole"
-    runs.finish(files, out)
-    return out
-
-
-def evaluation(files, run, out):
-    return ["eval", str(run), str(files / "sums.jsonl"), *ROWS, "--out", str(out)]
+def evaluation(files, whole, out):
+    return ["eval", str(whole), str(files / "sums.jsonl"), *ROWS, "--out", str(out)]
 
 
 def tuning(files, out):
@@ -48,10 +32,10 @@ def finish(given, log):
 
 
 @pytest.fixture(scope="module")
-def results(files, run, tmp_path_factory):
+def results(files, whole, tmp_path_factory):
     """The file of a whole evaluation."""
     folder = tmp_path_factory.mktemp("eval")
-    finish(evaluation(files, run, folder / "out"), folder / "log")
+    finish(evaluation(files, whole, folder / "out"), folder / "log")
     (path,) = (folder / "out").iterdir()
     return path
 
@@ -65,11 +49,11 @@ def tuned(files, tmp_path_factory):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_refuses_an_evaluation_is_one_line_and_the_next_one_is_whole(
-    files, run, results, tmp_path, number
+    files, whole, results, tmp_path, number
 ):
     for cut in (0, NUM_WRITES - 1):
         out = tmp_path / str(cut)
-        given = evaluation(files, run, out)
+        given = evaluation(files, whole, out)
         one = runs.start_command(given, tmp_path / f"{cut}.log", commands.failing_at(cut, number))
         assert commands.refusal(one, number) is None
         finish(given, tmp_path / f"{cut}.again")
@@ -79,11 +63,11 @@ def test_a_disk_that_refuses_an_evaluation_is_one_line_and_the_next_one_is_whole
 
 
 def test_killed_at_any_write_an_evaluation_leaves_nothing_behind_and_the_next_one_is_whole(
-    files, run, results, tmp_path
+    files, whole, results, tmp_path
 ):
     for cut in (1, 2, 4, NUM_WRITES):
         out = tmp_path / str(cut)
-        given = evaluation(files, run, out)
+        given = evaluation(files, whole, out)
         one = runs.start_command(given, tmp_path / f"{cut}.log", commands.killed_at(cut))
         assert one.wait() == -signal.SIGKILL
         finish(given, tmp_path / f"{cut}.again")
@@ -93,9 +77,9 @@ def test_killed_at_any_write_an_evaluation_leaves_nothing_behind_and_the_next_on
 
 
 def test_an_evaluation_by_ones_own_reward_keeps_the_old_results_until_it_has_new_ones(
-    files, run, results, tmp_path
+    files, whole, results, tmp_path
 ):
-    given = evaluation(files, run, tmp_path / "out")
+    given = evaluation(files, whole, tmp_path / "out")
     finish(given, tmp_path / "log")
     one = runs.start_command(given, tmp_path / "killed.log", commands.killed_at(0))
     assert one.wait() == -signal.SIGKILL
@@ -137,9 +121,9 @@ def stopping_at(allowed):
 
 
 @pytest.mark.parametrize("command", ["eval", "sft", "serve", "tinker"])
-def test_an_output_that_is_full_is_one_line(files, run, tmp_path, command):
+def test_an_output_that_is_full_is_one_line(files, whole, tmp_path, command):
     given = {
-        "eval": evaluation(files, run, tmp_path / "out"),
+        "eval": evaluation(files, whole, tmp_path / "out"),
         "sft": tuning(files, tmp_path / "out"),
         "serve": ["serve", str(files), "--port", "0", "--model.dtype", "fp32"],
         "tinker": ["tinker", str(files), "--port", "0", "--model.dtype", "fp32"],
@@ -164,14 +148,14 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_folders_of_any_name_are_trained_tuned_evaluated_and_exported(files, run, results, tmp_path, kind):
+def test_folders_of_any_name_are_trained_tuned_evaluated_and_exported(files, whole, results, tmp_path, kind):
     name = NAMES[kind]
     train = ["train", "demo_long", *tiny_run.options(files, tmp_path / "t" / name), "--num-steps", "1"]
     for number, given in enumerate(
         [
             train,
             tuning(files, tmp_path / "s" / name),
-            evaluation(files, run, tmp_path / "e" / name),
+            evaluation(files, whole, tmp_path / "e" / name),
             ["export", str(tmp_path / "t" / name), str(tmp_path / "x" / name)],
         ]
     ):

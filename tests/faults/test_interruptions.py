@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tiny_run
 from faults import runs
 from learner.samples import random_groups
 from learner.tiny import VOCAB, tiny_learner
@@ -31,28 +30,15 @@ def held(completion_ids, **_):
 """
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    files = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
-    (files / "held.py").write_text(HELD)
-    return files
-
-
-@pytest.fixture(scope="module")
-def whole(files, tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "whole"
-    runs.finish(files, out)
-    return out
-
-
 def test_a_sigterm_to_every_process_of_the_run_costs_no_sample(files, whole, tmp_path):
     """As systemd, docker and Slurm may send it: to the workers and the supervisor as well."""
-    out, reward = tmp_path / "run", ("--task.rewards", f"{files / 'held.py'}:held")
+    out, reward = tmp_path / "run", ("--task.rewards", f"{tmp_path / 'held.py'}:held")
+    (tmp_path / "held.py").write_text(HELD)
     run = runs.start(files, out, *reward)
     run.wait_for(lambda: runs.num_steps(out) >= 2)
-    (files / "hold").touch()
-    run.wait_for((files / "held").exists)
-    (files / "hold").unlink()
+    (tmp_path / "hold").touch()
+    run.wait_for((tmp_path / "held").exists)
+    (tmp_path / "hold").unlink()
     for pid in run.processes():  # the workers at work
         os.kill(pid, signal.SIGTERM)
     assert run.wait() == 143 and "SIGTERM: finishing and saving this step" in run.said

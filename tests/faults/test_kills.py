@@ -2,15 +2,9 @@
 
 import pytest
 
-import tiny_run
 from faults import commands, kills, runs
 from qerl.errors import UserError
 from qerl.tracking import Journal
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

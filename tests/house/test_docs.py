@@ -195,7 +195,8 @@ def logged_metrics() -> set[str]:
     )
     held_out = keys_of("training/rollouts/evaluation.py", "held_out_figures")
     imitated = keys_of("training/sft.py", "held_out")
-    preferred = keys_of("training/dpo.py", "learn") | keys_of("algo/preference.py", "preference_metrics")
+    preferred = keys_of("algo/preference.py", "preference_metrics", "with_margin")
+    preferred |= keys_of("training/dpo.py", "learn")
     names = {
         *keys_of(metrics, "sampling_metrics", "update_metrics"),
         *keys_of(rollout, "sample", "rollout_metrics", "accuracy_metrics"),

@@ -34,6 +34,7 @@ from qerl.learner.plan import memory as op
 from qerl.learner.plan import report
 from qerl.learner.plan.memory import form_of, microbatch_rows
 from qerl.models.architecture import Architecture, LayerKind, Rope
+from qerl.models.layer_spec import counted_specs
 from qerl.models.peft.adapter import adapter_tensors
 from qerl.models.random_weights import random_decoder, shape
 from qerl.types import Group, Prompt, Sample
@@ -164,6 +165,12 @@ def kept_bytes(a, config, rows):
     return activations.kept_bytes(a, form_of(config), config.learn, rows)
 
 
+def saved_bytes(a, form):
+    """Of each layer's row: all layers are alike."""
+    ((spec, _),) = counted_specs(a)
+    return activations.saved_bytes(a, form, spec)
+
+
 def layer_bytes(a, config, rows):
     return activations.layer_bytes(a, form_of(config), config.learn, rows)
 
@@ -176,10 +183,10 @@ def test_a_row_of_a_layer():
     """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
     inputs, gate, attention = 192 + 192 + 192 + 384, 320, 128 + 64 + 64 + 128
     row = 2 * (inputs + gate + attention) + 4 * (2 * 128 + 4)
-    assert activations.saved_bytes_per_row(SMALL, form_of(CONFIG)) == row
+    assert saved_bytes(SMALL, form_of(CONFIG)) == row
     for format, up in (("nf4", 0), ("bf16", 0), ("fp8-flow", 2 * 320)):
         config = dataclasses.replace(CONFIG, model=ModelConfig(format=format))
-        assert activations.saved_bytes_per_row(SMALL, form_of(config)) == row + up
+        assert saved_bytes(SMALL, form_of(config)) == row + up
     backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
     assert activation_bytes(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
     assert activation_bytes(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
@@ -249,9 +256,7 @@ def test_in_fp32_what_is_not_packed_takes_four_bytes():
     assert in_fp32["KV cache"] == 2 * in_bf16["KV cache"]
     assert in_fp32["adapter's working copies"] == 8 * weights.num_trained_weights(SMALL, config.adapter)
     assert in_fp32["embedding, head, norms"] - in_bf16["embedding, head, norms"] == 2 * 2 * 1000 * 128
-    assert activations.saved_bytes_per_row(SMALL, form_of(config)) == 4 * (960 + 320 + 384) + 4 * (
-        2 * 128 + 4
-    )
+    assert saved_bytes(SMALL, form_of(config)) == 4 * (960 + 320 + 384) + 4 * (2 * 128 + 4)
     assert head_bytes(SMALL, config, 200) == 50 * 1000 * 8 + 200 * 128 * 12
     plain = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16", dtype="fp32"))
     assert unpacked_bytes(SMALL, plain) == 4 * 640 * 192
@@ -381,7 +386,7 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
         SMALL, form_of(config), config.engine.max_num_batched_tokens
     )
     layers = activation_bytes(SMALL, config, 139) + unpacked_bytes(SMALL, config)
-    kept = 3 * activations.saved_bytes_per_row(SMALL, form_of(config)) if recompute == "none" else 3 * 512
+    kept = 3 * saved_bytes(SMALL, form_of(config)) if recompute == "none" else 3 * 512
     gradients = 4 * weights.num_trained_weights(SMALL, config.adapter)
     assert phases["learning"] == gradients + max(layers, 139 * kept + head_bytes(SMALL, config, 139))
 

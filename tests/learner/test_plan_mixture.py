@@ -17,6 +17,7 @@ from qerl.kernels.experts.expert_product import BUFFER_BYTES
 from qerl.learner.plan import memory as op
 from qerl.learner.plan.speed import GPUS, estimate_speed
 from qerl.models.architecture import LayerKind, Mixture
+from qerl.models.layer_spec import counted_specs
 from qerl.models.peft.adapter import adapter_tensors
 from qerl.models.random_weights import SHAPES, random_decoder
 
@@ -45,7 +46,8 @@ def with_experts(kind, rank=4, **changes):
 
 
 def saved_bytes(a, kind):
-    return activations.saved_bytes_per_row(a, op.form_of(with_experts(kind)))
+    ((spec, _),) = counted_specs(a)
+    return activations.saved_bytes(a, op.form_of(with_experts(kind)), spec)
 
 
 def test_weights_of_other_formats_take_the_bytes_of_their_format():

@@ -3,12 +3,11 @@
 import dataclasses
 import json
 import shutil
-import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_session import metrics, wait_for_steps
+from test_session import metrics
 
 import tiny_run
 from qerl.algo.preference import Completions, preference_loss
@@ -20,7 +19,14 @@ from qerl.learner.checkpoint import OPTIMIZER
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.training.dpo import REFERENCE, PreferenceTuning
 from qerl.training.sft import fine_tune, held_out_figures, read_rows
-from training.ranks import StartedRanks
+from training.stored_rows import (
+    adapter_after,
+    assert_same_run,
+    options_of,
+    run_by_two_ranks,
+    stop_and_go_on,
+    write_rows,
+)
 
 STEPS = 4
 BETAS = 0.9, 0.99
@@ -51,27 +57,20 @@ def files(tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.bfloat16().save_pretrained(folder)  # with format bf16 both sides have the same weights
     for name, make in (("pairs", pair), ("singles", single)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(make(i)) + "\n" for i in range(24)))
+        write_rows(folder / f"{name}.jsonl", map(make, range(24)))
     return folder
 
 
 def options(files, out, *more):
     given = {
         "data": files / "pairs.jsonl",
-        "model.path": files,
-        "model.dtype": "fp32",
-        "adapter.rank": 4,
-        "out": out,
         "batch-size": 6,
         "max-steps": STEPS,
         "eval-fraction": 0.25,
-        "eval-max-tokens": 5,
         "num-eval-samples": 1,
-        "checkpoint.every": 2,
         "evaluate.every": 2,
-        "learn.learning-rate": 0.02,
     }
-    return [*(part for name, value in given.items() for part in (f"--{name}", str(value))), *more]
+    return options_of(files, out, given, *more)
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +80,8 @@ def unbroken(files, tmp_path_factory):
     return out
 
 
-def adapter(out, step=STEPS):
-    return load_file(out / "checkpoints" / f"step-{step:06d}" / "adapter_model.safetensors")
-
-
-def assert_same_run(a, b):
-    assert metrics(a) == metrics(b)
-    for name in "samples.jsonl", "evaluations.json", REFERENCE:
-        assert (a / name).read_text() == (b / name).read_text()
-    ours, theirs = adapter(a), adapter(b)
-    assert all(ours[name].equal(theirs[name]) for name in ours)
+def adapter(out):
+    return adapter_after(out, STEPS)
 
 
 def test_it_prefers_what_was_chosen_and_says_so(unbroken):
@@ -110,15 +101,9 @@ def test_it_prefers_what_was_chosen_and_says_so(unbroken):
 
 
 def test_a_stopped_run_ends_as_if_it_had_not_been(files, unbroken, tmp_path):
-    out = tmp_path / "stopped"
-    arguments = options(files, out)
-    process = tiny_run.started(*tiny_run.QERL, "dpo", *arguments)
-    wait_for_steps(process, out, 1)
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode in (130, 0)
-    command(["dpo", *arguments])
-    assert_same_run(out, unbroken)
+    code, _ = stop_and_go_on("dpo", options(files, tmp_path), tmp_path)
+    assert code in (130, 0)
+    assert_same_run(tmp_path, unbroken, STEPS, REFERENCE)
 
 
 def test_a_reference_that_is_lost_is_read_again_from_the_same_policy(files, unbroken, tmp_path):
@@ -175,9 +160,7 @@ def test_another_model_or_adapter_at_the_same_path_is_another_reference(files, u
 
 
 def test_two_ranks_learn_what_one_does(files, unbroken, tmp_path):
-    ranks = StartedRanks(2, *tiny_run.QERL, "dpo", *options(files, tmp_path / "two"))
-    _, errors = ranks.communicate()
-    assert ranks.returncode == 0, errors
+    run_by_two_ranks("dpo", options(files, tmp_path / "two"))
     for name, value in adapter(tmp_path / "two").items():
         # AdamW's first updates divide a gradient by its own size: rounding shows in the smallest
         torch.testing.assert_close(value, adapter(unbroken)[name], rtol=1e-3, atol=1e-4)

@@ -3,11 +3,9 @@
 import json
 import math
 import shutil
-import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_session import metrics, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,7 +13,14 @@ import tiny_run
 from qerl.cli.main import command
 from qerl.errors import UserError
 from qerl.kernels.runtime.compile_tally import CompileTally
-from training.ranks import StartedRanks
+from training.stored_rows import (
+    adapter_after,
+    assert_same_run,
+    options_of,
+    run_by_two_ranks,
+    stop_and_go_on,
+    write_rows,
+)
 
 STEPS = 6
 
@@ -34,39 +39,24 @@ def files(tmp_path_factory):
         }
         for i in range(40)
     ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "chats.jsonl", rows)
     return folder
 
 
 def options(files, out, *more):
     given = {
         "data": files / "chats.jsonl",
-        "model.path": files,
-        "model.dtype": "fp32",
-        "adapter.rank": 4,
-        "out": out,
         "batch-size": 8,
         "max-steps": STEPS,
         "eval-fraction": 0.2,
-        "eval-max-tokens": 5,
         "num-eval-samples": 2,
-        "checkpoint.every": 2,
         "evaluate.every": 3,
-        "learn.learning-rate": 0.02,
     }
-    return [*(part for name, value in given.items() for part in (f"--{name}", str(value))), *more]
+    return options_of(files, out, given, *more)
 
 
-def adapter(out, step=STEPS):
-    return load_file(out / "checkpoints" / f"step-{step:06d}" / "adapter_model.safetensors")
-
-
-def assert_same_run(a, b):
-    assert metrics(a) == metrics(b)
-    assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
-    assert (a / "evaluations.json").read_text() == (b / "evaluations.json").read_text()
-    ours, theirs = adapter(a), adapter(b)
-    assert all(ours[name].equal(theirs[name]) for name in ours)
+def adapter(out):
+    return adapter_after(out, STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -138,16 +128,9 @@ def test_the_split_into_micro_batches_changes_nothing_but_rounding(files, unbrok
 
 
 def test_a_stopped_run_ends_as_if_it_had_not_been(files, unbroken, tmp_path):
-    out = tmp_path / "stopped"
-    arguments = options(files, out)
-    process = tiny_run.started(*tiny_run.QERL, "sft", *arguments)
-    wait_for_steps(process, out, 1)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate()
-    assert process.returncode in (130, 0)
-    assert process.returncode == 0 or "is saved; the same command resumes from it" in said
-    command(["sft", *arguments])
-    assert_same_run(out, unbroken)
+    code, said = stop_and_go_on("sft", options(files, tmp_path), tmp_path)
+    assert code == 0 or (code == 130 and "is saved; the same command resumes from it" in said)
+    assert_same_run(tmp_path, unbroken, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +203,7 @@ def test_a_complete_run_goes_on_with_more_steps(files, unbroken, tmp_path, capsy
 
 def test_two_ranks_learn_what_one_does(files, unbroken, tmp_path):
     out = tmp_path / "two"
-    ranks = StartedRanks(2, *tiny_run.QERL, "sft", *options(files, out))
-    _, errors = ranks.communicate()
-    assert ranks.returncode == 0, errors
+    run_by_two_ranks("sft", options(files, out))
     for name, value in adapter(out).items():
         torch.testing.assert_close(value, adapter(unbroken)[name], rtol=1e-3, atol=1e-5)
     ours, theirs = ([step["nll"] for step in metrics(each)] for each in (out, unbroken))

@@ -41,15 +41,15 @@ def usage_lines(options: ExportOptions, base: str, adapter: AdapterConfig) -> li
     kind = "a PEFT adapter" if options.form == "peft" else f"a model ({options.form})"
     lines = [f"wrote {kind}, {size_mb:,.1f} MB, to {out}"]
     if options.form == "peft":
-        from qerl.export.adapter_card import vllm_rank
+        from qerl.export.adapter_card import NOT_IN_VLLM, entries_of, vllm_options
 
         load = f'AutoModelForCausalLM.from_pretrained("{base}")'
-        lora = f"--enable-lora --max-lora-rank {vllm_rank(adapter.max_rank)}"
+        lora = vllm_options(entries_of(adapter))
+        serve = f"vllm serve {shlex.quote(base)} {lora} --lora-modules {shlex.quote(options.out.name)}={out}"
         return [
             *lines,
             f'  PEFT   PeftModel.from_pretrained({load}, "{options.out}")',
-            f"  vLLM   vllm serve {shlex.quote(base)} {lora} --lora-modules"
-            f" {shlex.quote(options.out.name)}={out}",
+            f"  vLLM   {serve if lora else NOT_IN_VLLM}",
         ]
     if options.form == "gguf-ready":
         return [*lines, f"  llama.cpp   python convert_hf_to_gguf.py {out}"]

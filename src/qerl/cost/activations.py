@@ -26,13 +26,8 @@ from qerl.models.lm_head import packed_width
 _SMS = 132  # FlashAttention 2 splits the gradient of q into as many sums as occupy them
 
 
-def saved_bytes_per_row(a: Architecture, form: ModelForm) -> float:
-    """Return the bytes that the largest layer's forward pass saves for its backward pass, for each row."""
-    return max(_saved_bytes(a, form, spec) for spec, _ in counted_specs(a))
-
-
-def _saved_bytes(a: Architecture, form: ModelForm, spec: LayerSpec) -> float:
-    """Return the saved bytes of one layer, for each row.
+def saved_bytes(a: Architecture, form: ModelForm, spec: LayerSpec) -> float:
+    """Return the bytes that a layer's forward pass saves for its backward pass, for each row.
 
     Saved in the compute dtype: inputs of products and swiglu, q, k and v, the attention output,
     inputs of norms after attention and MLP. Without the fused swiglu, gate, its activation and up are saved.
@@ -83,7 +78,7 @@ def kept_bytes(a: Architecture, form: ModelForm, learn: LearnConfig, rows: int) 
     """
     routes = rows * 3 * 8 * num_routes(a)
     if learn.gradient_checkpointing == "none":
-        return routes + rows * sum(count * _saved_bytes(a, form, spec) for spec, count in counted_specs(a))
+        return routes + rows * sum(count * saved_bytes(a, form, spec) for spec, count in counted_specs(a))
     num_inputs = a.num_layers if learn.gradient_checkpointing == "layer" else min(4, a.num_layers)
     return routes + rows * num_inputs * 4 * a.width
 
@@ -101,7 +96,7 @@ def layer_bytes(a: Architecture, form: ModelForm, learn: LearnConfig, rows: int)
 
 
 def _recomputed_bytes(a: Architecture, form: ModelForm, spec: LayerSpec, rows: int) -> float:
-    saved, backward = _saved_bytes(a, form, spec), backward_bytes_per_row(a, form)
+    saved, backward = saved_bytes(a, form, spec), backward_bytes_per_row(a, form)
     if not form.is_chunked(a, rows) or spec.kind.mixer == "delta":
         return rows * (saved + backward)
     size, (q, k) = form.element_bytes, spec.qkv.out_widths[:2]

@@ -11,6 +11,7 @@ With these the device works about 1.6 times as long as the host.
 
 from qerl.config import EngineConfig
 from qerl.cost.activations import expert_pass_bytes
+from qerl.kernels.runtime.gpu_memory import largest_doubling
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import counted_specs
 
@@ -27,11 +28,7 @@ def batched_tokens(config: EngineConfig, a: Architecture, memory_bytes: float = 
         return _MIXTURE_TOKENS
     weights = max(sum(x.num_weights for g in spec.groups for x in g.linears) for spec, _ in counted_specs(a))
     limit = min(_MAX_TOKENS, _TOKENS * _LAYER_WEIGHTS / weights)
-    limit = min(limit, memory_bytes / _MEMORY_SHARE / prefill_row_bytes(a))
-    tokens = _TOKENS
-    while 2 * tokens <= limit:
-        tokens *= 2
-    return tokens
+    return largest_doubling(_TOKENS, min(limit, memory_bytes / _MEMORY_SHARE / prefill_row_bytes(a)))
 
 
 def min_prefill_tokens(config: EngineConfig, a: Architecture, memory_bytes: float = 0) -> int:

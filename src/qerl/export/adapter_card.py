@@ -5,12 +5,13 @@ adapter was trained on others.
 """
 
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl.config import ModelConfig
+from qerl.config import AdapterConfig, ModelConfig
 from qerl.errors import UserError
 from qerl.models.checkpoint.layouts.compressed_tensors import WRITTEN
 from qerl.models.checkpoint.source import ModelSource, base_name, fitting_weight, locate
@@ -34,21 +35,44 @@ _PLAIN = """
 
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+NOT_IN_VLLM = (
+    "vLLM computes something else with this adapter: it scales every linear by lora_alpha / r, and does not"
+    " read rank_pattern and alpha_pattern; export the run with --as merged"
+)
 
 
-def vllm_rank(rank: int) -> int:
-    """Return the least of the values that vLLM's --max-lora-rank has, for an adapter of this rank."""
-    return next((each for each in _VLLM_RANKS if each >= rank), rank)
+def vllm_options(adapter: Mapping[str, Any]) -> str | None:
+    """Return vLLM's options for an adapter with these entries of adapter_config.json, with the least value of
+    --max-lora-rank that fits. None if linears have other factors than the first: vLLM's PEFTHelper reads r,
+    lora_alpha and use_rslora alone (vllm/lora/peft_helper.py and lora_weights.py, 0.8 to 0.11)."""
+    ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+    usual = adapter["r"], adapter["lora_alpha"]
+    numbers = {(ranks.get(key, usual[0]), alphas.get(key, usual[1])) for key in {*ranks, *alphas}} | {usual}
+    exponent = 0.5 if adapter.get("use_rslora") else 1.0
+    factors = [alpha / rank**exponent for rank, alpha in numbers]
+    if not math.isclose(min(factors), max(factors)):
+        return None
+    rank = max(rank for rank, _ in numbers)
+    return f"--enable-lora --max-lora-rank {next((each for each in _VLLM_RANKS if each >= rank), rank)}"
 
 
-def adapter_card(name: str, model: ModelConfig, run: Path | None, rank: int) -> str:
-    """Return a README.md. run: the folder of the run, None for an adapter without one."""
+def entries_of(adapter: AdapterConfig) -> dict[str, Any]:
+    """Return the entries of an adapter's adapter_config.json that say its ranks and factors."""
+    of_experts = {} if adapter.experts == "none" else {"experts": adapter.expert_rank}
+    ranks = dict(adapter.rank_pattern) | of_experts
+    numbers = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.use_rslora}
+    return numbers | {"rank_pattern": ranks, "alpha_pattern": dict(adapter.alpha_pattern)}
+
+
+def adapter_card(name: str, model: ModelConfig, run: Path | None, adapter: Mapping[str, Any]) -> str:
+    """Return a README.md. run: the folder of the run, None for an adapter without one. adapter: its entries
+    of adapter_config.json."""
     base = base_name(model.path)
     facts = {"library_name": "peft", "tags": ["qerl"]}
     if not Path(base).exists():
         facts = {"base_model": base} | facts
     opening = f"A LoRA adapter for {base}, trained by qerl.\n"
-    return card_text(name, facts, opening + base_section(model, run, rank))
+    return card_text(name, facts, opening + base_section(model, run, adapter))
 
 
 def card_text(name: str, facts: Mapping[str, Any], text: str) -> str:
@@ -57,19 +81,20 @@ def card_text(name: str, facts: Mapping[str, Any], text: str) -> str:
     return f"---\n{head}\n---\n\n# {name}\n\n{text}"
 
 
-def base_section(model: ModelConfig, run: Path | None, rank: int) -> str:
-    """Return the section about the base. rank: the largest of the adapter."""
-    base, trained = base_name(model.path), trained_on(model)
+def base_section(model: ModelConfig, run: Path | None, adapter: Mapping[str, Any]) -> str:
+    """Return the section about the base. adapter: its entries of adapter_config.json."""
+    base, trained, options = base_name(model.path), trained_on(model), vllm_options(adapter)
+    warning = "" if options else f"\n{NOT_IN_VLLM}.\n"
     if trained is None:
-        return f"\n## Base\n\nIt was trained on the weights of {base} as they are.\n"
+        return f"\n## Base\n\nIt was trained on the weights of {base} as they are.\n{warning}"
     text = f"\n## Base\n\nIt was trained on {trained}. On other weights it computes something else.\n"
     if not (commands := base_commands(model, run)):
-        return text
+        return text + warning
     one = "Each line" if len(commands) > 1 else "This line"
     shown = "\n".join(f"    {command}" for command in commands)
     load = _PACKED if _is_packed(model) else _PLAIN
-    serve = f"vllm serve base --enable-lora --max-lora-rank {vllm_rank(rank)} --lora-modules adapter=ADAPTER"
-    return f"{text}{one} writes the base that it was trained on:\n\n{shown}\n{load}\nor `{serve}`.\n"
+    serve = warning or f"\nor `vllm serve base {options} --lora-modules adapter=ADAPTER`.\n"
+    return f"{text}{one} writes the base that it was trained on:\n\n{shown}\n{load}{serve}"
 
 
 def trained_on(model: ModelConfig) -> str | None:

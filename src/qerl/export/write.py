@@ -95,8 +95,7 @@ def write_adapter(
             hf_writer.write_tokenizer(folder, locate(model.path))
         except UserError as error:  # the base is gone; the adapter is the user's work
             print(f"the adapter is exported without a tokenizer: {error}", file=sys.stderr)
-        rank = max([description["r"], *description.get("rank_pattern", {}).values()])
-        card = adapter_card(out.name, model, run, rank)
+        card = adapter_card(out.name, model, run, description)
         (folder / "README.md").write_text(card, errors="backslashreplace")
     if (base := trained_on(model)) is not None:
         how = "".join(f"; `{command}` writes it" for command in base_commands(model, run)[:1])

@@ -118,8 +118,8 @@ class Checkpoints:
         result = []
         pattern = f"{run if run is not None and _NAME.fullmatch(run) else '*'}/*/*/{_INFO}"
         # pathlib's glob raises an error for a folder that is deleted meanwhile
-        found = glob.iglob(pattern, root_dir=self._folder) if run is None or _NAME.fullmatch(run) else ()
-        for place in (self._folder.joinpath(file).parent for file in found):
+        files = glob.iglob(pattern, root_dir=self._folder) if run is None or _NAME.fullmatch(run) else ()
+        for place in (self._folder.joinpath(file).parent for file in files):
             run_name, kind, name = place.parts[-3:]
             if kind not in KINDS:
                 continue

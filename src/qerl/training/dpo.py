@@ -14,7 +14,7 @@ prompt share its rows, and nothing is padded. It costs one forward pass more tha
 
 import hashlib
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,7 +63,7 @@ class PreferenceTuning(StoredTraining[Preference]):
     def held_out(self) -> dict[str, float]:
         """Return the mean over the evaluation rows, each with those of its batch; what is measured of chosen
         or rejected completions is their mean."""
-        totals, counts = Counter[str](), Counter[str]()
+        totals, counts = defaultdict[str, float](float), defaultdict[str, int](int)
         for batch in self._evaluation_batches():
             groups = [each.group(index) for index, each in batch.items()]
             completions = self._completions(batch, groups)

@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from qerl.config import RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import RunError, UserError, require
-from qerl.export.adapter_card import base_section
+from qerl.export.adapter_card import base_section, entries_of
 from qerl.export.write import write_merged, write_peft
 from qerl.learner import checkpoint
 from qerl.models.checkpoint.source import locate
@@ -198,7 +198,7 @@ class RunTrainer:
             dataset=dataset_name,
             method=self.method,
             tags=[*named, self.method.lower(), "qerl"],
-            base=base_section(config.model, Path(config.out), config.adapter.max_rank),
+            base=base_section(config.model, Path(config.out), entries_of(config.adapter)),
         )
         with tempfile.TemporaryDirectory() as temporary:
             self.save_model(temporary, _internal_call=True)

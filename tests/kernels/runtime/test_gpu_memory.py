@@ -1,6 +1,8 @@
 """What is said of an allocator's pieces."""
 
-from qerl.kernels.runtime.gpu_memory import pieces_of
+import pytest
+
+from qerl.kernels.runtime.gpu_memory import largest_doubling, pieces_of
 
 
 def segment(device, *blocks):
@@ -17,3 +19,10 @@ def test_unused_pieces_are_counted_on_one_device_and_the_largest_is_named():
         "1.60 GB in use, 0.41 GB unused in 2 pieces of 2 segments, the largest of 0.400 GB"
     )
     assert pieces_of([], 0).startswith("0.00 GB in use, 0.00 GB unused in 0 pieces")
+
+
+@pytest.mark.parametrize(
+    ("limit", "tokens"), [(0.0, 8), (8, 8), (15.9, 8), (16, 16), (31.0, 16), (32.5, 32), (1e12, 2**39)]
+)
+def test_tokens_are_doubled_as_often_as_a_limit_allows(limit, tokens):
+    assert largest_doubling(8, limit) == tokens

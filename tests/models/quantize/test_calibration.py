@@ -9,7 +9,9 @@ from qerl.errors import UserError
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.loader import build_decoder
-from qerl.models.quantize.calibration import read_calibration
+from qerl.models.quantize import calibration
+from qerl.models.quantize.calibration import calibration_tokens, read_calibration
+from qerl.models.random_weights import shape
 from stored_samples import checked_line
 
 CPU = torch.device("cpu")
@@ -52,3 +54,9 @@ def test_a_run_without_samples_is_refused(run):
     (run / "samples.jsonl").unlink()
     with pytest.raises(UserError, match=r"samples\.jsonl: cannot be read: No such file"):
         rows_of(run, 100)
+
+
+@pytest.mark.parametrize(("gb", "tokens"), [(0, 8192), (8, 8192), (24, 16_384), (48, 32_768), (141, 65_536)])
+def test_a_calibration_has_the_tokens_whose_pass_takes_an_eighth_of_the_memory(monkeypatch, gb, tokens):
+    monkeypatch.setattr(calibration, "memory_bytes", lambda device: gb * 1e9)
+    assert calibration_tokens(shape("qwen2.5-1.5b"), CPU) == tokens

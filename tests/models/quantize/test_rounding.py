@@ -19,6 +19,13 @@ def operands(seed=0):
     return base.decode(), delta_NK, steps_NK, add_damping(x_TK.T @ x_TK, 0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_damping_leaves_the_matrix_that_it_gets_as_it_is(dtype):
+    h_KK = torch.eye(3, dtype=dtype)
+    damped_KK = add_damping(h_KK, 0.5)
+    assert h_KK.equal(torch.eye(3, dtype=dtype)) and damped_KK.equal(1.5 * torch.eye(3).double())
+
+
 def error(q_NK, target_NK, h_KK):
     e_NK = (q_NK - target_NK).double()
     return ((e_NK @ h_KK) * e_NK).sum().item()

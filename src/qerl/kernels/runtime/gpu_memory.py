@@ -44,6 +44,12 @@ def allowed_bytes(device: torch.device) -> float:
     return torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1]
 
 
+def largest_doubling(number: int, limit: float) -> int:
+    """Return the largest number * 2^k, k = 0, 1, ..., of at most the limit; the number itself if it is above:
+    the tokens of a pass that some memory allows."""
+    return number << max(0, int(limit // number).bit_length() - 1)
+
+
 def check_limit(device: torch.device, num_bytes: int) -> None:
     """Raise torch.OutOfMemoryError if num_bytes more than torch has reserved exceed this process's limit."""
     if torch.cuda.memory_reserved(device) + num_bytes > allowed_bytes(device):

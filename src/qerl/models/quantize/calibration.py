@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.errors import UserError
 from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.attention.tree_attention import TreeLayout, tree_attention
-from qerl.kernels.runtime.gpu_memory import memory_bytes
+from qerl.kernels.runtime.gpu_memory import largest_doubling, memory_bytes
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Attend
 from qerl.models.delta_net import Recur, recur_over
@@ -30,11 +30,8 @@ _MEMORY_SHARE = 8
 def calibration_tokens(a: Architecture, device: torch.device) -> int:
     """Return the tokens that GPTQ of a float model is calibrated on: 8,192, on a GPU as many as its memory
     allows, up to 65,536. With these Qwen2.5-Coder-0.5B has a KL of 0.0185 for 0.0255 nats."""
-    tokens, row_bytes = _TOKENS, 4 * (3 * a.ff_width + 8 * a.width)
-    room = memory_bytes(device) / _MEMORY_SHARE
-    while tokens < _GPU_TOKENS and 2 * tokens * row_bytes <= room:
-        tokens *= 2
-    return tokens
+    row_bytes = 4 * (3 * a.ff_width + 8 * a.width)
+    return largest_doubling(_TOKENS, min(_GPU_TOKENS, memory_bytes(device) / _MEMORY_SHARE / row_bytes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def gram(x_TK: Tensor) -> Tensor:
 def add_damping(h_KK: Tensor, damping: float) -> Tensor:
     """Return H in float64 with this share of its mean diagonal added to the diagonal: the cost of changes in
     directions that the calibration did not cover."""
-    h_KK = h_KK.double()
+    h_KK = h_KK.to(torch.float64, copy=True)
     floor = (damping * h_KK.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny)
     h_KK.diagonal().add_(floor)
     return h_KK
@@ -62,7 +62,7 @@ def _gptq_feedback(h_KK: Tensor) -> Tensor:
     for exponent in range(1 - _DAMPINGS, 1):
         if not failed:
             break
-        h_KK = add_damping(h_KK.clone(), 10.0**exponent)
+        h_KK = add_damping(h_KK, 10.0**exponent)
         lower_KK, failed = torch.linalg.cholesky_ex(h_KK.flip(0, 1))
     upper_KK = lower_KK.flip(0, 1)
     return (upper_KK / -upper_KK.diagonal()).float().contiguous()

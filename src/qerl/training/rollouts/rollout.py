@@ -269,5 +269,5 @@ def returned_metrics(episodes: list[Episode]) -> dict[str, float]:
     for episode in episodes:
         for name, value in episode.metrics.items():
             named.setdefault(f"agent_{name}", []).append(value)
-    kept = sorted(named, key=lambda name: (-len(named[name]), name))[:_MAX_AGENT_METRICS]
-    return {name: fmean(named[name]) for name in sorted(kept)}
+    most_common = sorted(named, key=lambda name: (-len(named[name]), name))[:_MAX_AGENT_METRICS]
+    return {name: fmean(named[name]) for name in sorted(most_common)}
