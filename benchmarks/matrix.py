@@ -44,6 +44,7 @@ from qerl.kernels.tiles.lora_shrink_portable import PortableLoraShrink
 from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_compute_lora_hidden
 from qerl.kernels.tiles.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.tiles.portable_product import PortableProduct
+from qerl.kernels.tiles.row_slots import RowSlots
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
@@ -52,7 +53,7 @@ from qerl.models.random_weights import shape
 _SMS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
 _TABLE_PAGE = Path(__file__).parents[1] / "dev" / "architectures.md"
 _START, _END = "<!-- kernels -->", "<!-- end of kernels -->"
-_META, _PAGE, _PAGES = torch.device("meta"), 16, 128
+_META, _PAGE, _PAGES, _SLOTS = torch.device("meta"), 16, 128, 9
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _MIXTURES = ((32, 4), (128, 8))  # experts, chosen: gpt-oss-20b and Qwen3-30B-A3B
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
@@ -369,10 +370,12 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
     noise = _tensor(4, a.width, dtype=torch.float32) if noise_table else weight
     rows_M = rows_B if noise_table else None
     attention = next(kind for kind in a.kinds if kind.mixer == "attention")
-    for group in layer_spec(a, attention).groups:
-        x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank)
-        rank_rows = 0 if adapter is None else len(adapter.a)
-        if isinstance(product, NVFP4Decode):
+    for group, slots in itertools.product(layer_spec(a, attention).groups, (None, _slots(rows))):
+        x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank, slots)
+        rank_rows = 0 if adapter is None else adapter.a.shape[-2]
+        if slots is not None:
+            computes_lora_hidden = False
+        elif isinstance(product, NVFP4Decode):
             computes_lora_hidden = pays_to_compute_lora_hidden(
                 rows, group.in_width, rank_rows, group.name == "gate_up"
             )
@@ -382,9 +385,10 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
             )
         if adapter is not None and not computes_lora_hidden:
             if group.input_from is not None and group.in_width == a.width:
-                _, u_BR = shrink.norm_shrink(h_BD, weight, noise, 1e-6, adapter.a, 1.0, rows_M=rows_M)
+                norm = h_BD, weight, noise, 1e-6
+                _, u_BR = shrink.norm_shrink(*norm, adapter.a, 1.0, rows_M=rows_M, slots=slots)
             else:
-                u_BR = shrink.shrink(x_BK, adapter.a, 1.0)
+                u_BR = shrink.shrink(x_BK, adapter.a, 1.0, slots=slots)
             adapter = dataclasses.replace(adapter, lora_hidden=u_BR)
         rows_of_tiles, columns = group.out_width // TILE_ROWS, group.in_width // TILE_K
         tiles = _tensor(rows_of_tiles, columns, TILE_BYTES, dtype=torch.uint8)
@@ -396,13 +400,17 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
     shrink.norm(h_BD, weight, noise, 1e-6, rows_M=rows_M)
 
 
-def _adapter(group: LinearGroupSpec, rank: int) -> PackedAdapter | None:
+def _slots(rows: int) -> RowSlots:
+    return RowSlots(_tensor(rows, dtype=torch.int32), _tensor(_SLOTS, dtype=torch.float32))
+
+
+def _adapter(group: LinearGroupSpec, rank: int, slots: RowSlots | None) -> PackedAdapter | None:
     if rank == 0:
         return None
-    parts = len(group.linears)
-    a_RK, b_NR = _tensor(parts * rank, group.in_width), _tensor(group.out_width, rank)
+    parts, some = len(group.linears), () if slots is None else (_SLOTS,)
+    a_RK, b_NR = _tensor(*some, parts * rank, group.in_width), _tensor(*some, group.out_width, rank)
     starts = (group.out_widths[0], sum(group.out_widths[:2])) if parts == 3 else ()
-    return PackedAdapter(a_RK, b_NR, 1.0, starts)
+    return PackedAdapter(a_RK, b_NR, 1.0, starts, slots=slots)
 
 
 def _head(format: type, a: Architecture) -> Head:

@@ -1,6 +1,7 @@
 """Several adapters over one frozen model, each for the rows of a pass that carry its number.
 
-Passes of PyTorch's operations read it (engine/decode/forward.py); kernels of decode steps do not.
+Passes of PyTorch's operations read it by `at`; decode steps by kernels copy what changed into tensors of their
+own (engine/decode/group_bank.py).
 """
 
 import threading
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from qerl.errors import require
+from qerl.kernels.tiles.row_slots import MAX_SLOTS
 from qerl.models.linear_pass import RowAdapters
 
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -18,32 +21,73 @@ Part = tuple[Tensor, Tensor, Tensor, Tensor]
 class AdapterBank:
     """May be changed by other threads than those that run passes."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        """dtype: in which the adapters are multiplied."""
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, max_adapters: int = MAX_SLOTS - 1, max_rank: int = 128
+    ):
+        """dtype: in which the adapters are multiplied; max_rank: for which kernels have room."""
+        self.max_adapters, self.max_rank = max_adapters, max_rank
+        self.scalings_S = torch.zeros(1 + max_adapters, device=device)
+        """By number; 0 is that of rows without an adapter."""
         self._dtype, self._device, self._num_added = dtype, device, 0
         self._parts: dict[nn.Module, dict[int, Part]] = {}
         self._tables: dict[nn.Module, Part] = {}
+        self._versions: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def add(self, adapters: Mapping[nn.Module, tuple[Tensor, Tensor]], scaling: float) -> int:
-        """Return the number that rows of this adapter carry; 0 is that of rows without one. adapters: (A [R,
-        K], B [N, R]) by linear."""
+    @property
+    def num_free(self) -> int:
+        """How many adapters can be added."""
+        return self.max_adapters - len(self._versions)
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """By number; no two adapters have had the same."""
         with self._lock:
+            return dict(self._versions)
+
+    @torch.no_grad()
+    def add(self, adapters: Mapping[nn.Module, tuple[Tensor, Tensor]], scaling: float) -> int:
+        """Return the number that rows of this adapter carry, the least that is free; 0 is that of rows without
+        one. adapters: (A [R, K], B [N, R]) by linear. Raise UserError if there is no place, or for numbers
+        that are not finite: they would reach other adapters' rows."""
+        ranks = [len(a_RK) for a_RK, _ in adapters.values()]
+        require(max(ranks, default=0) <= self.max_rank, f"the adapter's rank is above {self.max_rank}")
+        made = {x: tuple(t.to(self._device, self._dtype) for t in pair) for x, pair in adapters.items()}
+        sums = [t.float().abs().sum() for pair in made.values() for t in pair]
+        require(not sums or bool(torch.stack(sums).isfinite().all()), "the adapter has numbers not finite")
+        with self._lock:
+            numbers = range(1, 1 + self.max_adapters)
+            number = next((n for n in numbers if n not in self._versions), None)
+            require(number is not None, f"{self.max_adapters} adapters are in use, the limit")
+            assert number is not None
             self._num_added += 1
-            for linear, (a_RK, b_NR) in adapters.items():
-                owner_R = torch.full((len(a_RK),), self._num_added, dtype=torch.int32, device=self._device)
+            self._versions[number] = self._num_added
+            self.scalings_S[number] = scaling
+            for linear, (a_RK, b_NR) in made.items():
+                owner_R = torch.full((len(a_RK),), number, dtype=torch.int32, device=self._device)
                 scaling_R = torch.full((len(a_RK),), scaling, dtype=self._dtype, device=self._device)
-                a_RK, b_NR = (t.to(self._device, self._dtype) for t in (a_RK, b_NR))
-                self._parts.setdefault(linear, {})[self._num_added] = a_RK, b_NR.T, owner_R, scaling_R
+                self._parts.setdefault(linear, {})[number] = a_RK, b_NR.T, owner_R, scaling_R
                 self._tables.pop(linear, None)
-            return self._num_added
+            return number
 
     def remove(self, number: int) -> None:
         """Forget an adapter of which no row carries the number any more."""
         with self._lock:
+            del self._versions[number]
             for linear, parts in self._parts.items():
                 if parts.pop(number, None) is not None:
                     self._tables.pop(linear, None)
+
+    def clear(self) -> None:
+        """Forget all adapters; no row may carry a number."""
+        for number in self.versions:
+            self.remove(number)
+
+    def part(self, linear: nn.Module, number: int) -> tuple[Tensor, Tensor] | None:
+        """Return (A [R, K], B [N, R]) of an adapter; None if it has none for the linear."""
+        with self._lock:
+            part = self._parts.get(linear, {}).get(number)
+        return None if part is None else (part[0], part[1].T)
 
     def at(self, rows_T: Tensor) -> RowAdapters:
         """Return the adapters of rows with these numbers."""
