@@ -123,6 +123,9 @@ def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[Kernel
             shape(model), card, rows, rank=options.lora_rank, kv=kv, heads=(BF16, FP8, NVFP4Head)
         )
         names |= dict.fromkeys(step)
+    for model, rows in itertools.product(options.shapes, options.rows) if options.lora_rank else ():
+        by_row = decode_variants(shape(model), card, rows, rank=options.lora_rank, by_row=True)
+        names |= dict.fromkeys(by_row)
     return list(names)
 
 
@@ -273,17 +276,19 @@ def decode_variants(
     kv: Literal["bf16", "fp8"] = "bf16",
     noise_table: bool = False,
     heads: tuple[type, ...] = (BF16,),
+    by_row: bool = False,
 ) -> list[KernelVariant]:
     """Return the kernels that a decode step of this many rows launches on the card.
 
-    heads: formats of the output head; NVFP4's has a sampling kernel on Hopper alone.
+    heads: formats of the output head; NVFP4's has a sampling kernel on Hopper alone. by_row: rows have
+    adapters of their own.
     """
     with _pretended(card), dry_run() as variants:
         state = DecodeState.empty(rows, _PAGES, 1, _META)
         _attend(a, state, _KV[kv])
         if a.delta is not None:
             _step_delta(a, a.delta, state, rank)
-        _multiply(a, card, rows, rank, noise_table)
+        _multiply(a, card, rows, rank, noise_table, _slots(rows) if by_row else None)
         for head in (_head(format, a) for format in heads):
             if card.has_wgmma:
                 _sample(HeadSample(head, rows, _META), state, a.width)
@@ -362,7 +367,14 @@ def _step_delta(a: Architecture, shape: DeltaShape, state: DecodeState, rank: in
         kernel.step(y_BX, gates, weights, *slots, state)
 
 
-def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noise_table: bool) -> None:
+def _multiply(
+    a: Architecture,
+    card: CudaArchitecture,
+    rows: int,
+    rank: int,
+    noise_table: bool,
+    slots: RowSlots | None,
+) -> None:
     shrink = LoraShrink(_META) if card.has_wgmma else PortableLoraShrink(_META)
     product = NVFP4Decode(_META) if card.has_wgmma else PortableProduct(_META)
     h_BD = shrink.embed(_tensor(rows, dtype=torch.int32), _tensor(a.vocab_size, a.width))
@@ -370,7 +382,7 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
     noise = _tensor(4, a.width, dtype=torch.float32) if noise_table else weight
     rows_M = rows_B if noise_table else None
     attention = next(kind for kind in a.kinds if kind.mixer == "attention")
-    for group, slots in itertools.product(layer_spec(a, attention).groups, (None, _slots(rows))):
+    for group in layer_spec(a, attention).groups:
         x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank, slots)
         rank_rows = 0 if adapter is None else adapter.a.shape[-2]
         if slots is not None:
