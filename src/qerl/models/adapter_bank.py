@@ -1,7 +1,7 @@
 """Several adapters over one frozen model, each for the rows of a pass that carry its number.
 
-Passes of PyTorch's operations read it by `at`; decode steps by kernels copy what changed into tensors of their
-own (engine/decode/group_bank.py).
+Passes of PyTorch's operations read it by `at`; decode steps by kernels copy what changed into tensors of
+their own (engine/decode/group_bank.py).
 """
 
 import threading
@@ -47,9 +47,9 @@ class AdapterBank:
 
     @torch.no_grad()
     def add(self, adapters: Mapping[nn.Module, tuple[Tensor, Tensor]], scaling: float) -> int:
-        """Return the number that rows of this adapter carry, the least that is free; 0 is that of rows without
-        one. adapters: (A [R, K], B [N, R]) by linear. Raise UserError if there is no place, or for numbers
-        that are not finite: they would reach other adapters' rows."""
+        """Return the number that rows of this adapter carry, the least that is free; 0 is that of rows
+        without one. adapters: (A [R, K], B [N, R]) by linear. Raise UserError if there is no place, or for
+        numbers that are not finite: they would reach other adapters' rows."""
         ranks = [len(a_RK) for a_RK, _ in adapters.values()]
         require(max(ranks, default=0) <= self.max_rank, f"the adapter's rank is above {self.max_rank}")
         made = {x: tuple(t.to(self._device, self._dtype) for t in pair) for x, pair in adapters.items()}
@@ -65,7 +65,7 @@ class AdapterBank:
             self.scalings_S[number] = scaling
             for linear, (a_RK, b_NR) in made.items():
                 owner_R = torch.full((len(a_RK),), number, dtype=torch.int32, device=self._device)
-                scaling_R = torch.full((len(a_RK),), scaling, dtype=self._dtype, device=self._device)
+                scaling_R = torch.full((len(a_RK),), scaling, device=self._device)
                 self._parts.setdefault(linear, {})[number] = a_RK, b_NR.T, owner_R, scaling_R
                 self._tables.pop(linear, None)
             return number
@@ -94,6 +94,8 @@ class AdapterBank:
         with self._lock:
             for linear, parts in self._parts.items():
                 if parts and linear not in self._tables:
-                    a_SK, b_SN, owner_S, scaling_S = map(torch.cat, zip(*parts.values(), strict=True))
+                    a_SK, b_SN, owner_S, scaling_S = map(
+                        torch.cat, zip(*(parts[n] for n in sorted(parts)), strict=True)
+                    )
                     self._tables[linear] = a_SK, b_SN.T, owner_S, scaling_S
             return RowAdapters(dict(self._tables), rows_T)

@@ -7,6 +7,7 @@ the longest request that the limits allow is made at the start, so that too litt
 import ipaddress
 import os
 import socket
+import sys
 from pathlib import Path
 
 from starlette.applications import Starlette

@@ -123,8 +123,8 @@ def sample_turn(
 ) -> None:
     """Sample for the turn's jobs, whose work is a SampleWork, and those that come meanwhile.
 
-    row_of: the row of the decoder's adapter bank that a request reads; None: it must wait for another turn. It
-    raises UserError for an adapter that cannot be read.
+    row_of: the row of the decoder's adapter bank that a request reads; None: it must wait for another turn.
+    It raises UserError for an adapter that cannot be read.
     """
     live: list[_Collected] = []
     later: list[Job] = []

@@ -1,4 +1,4 @@
-"""Adapters by row in the steps of KernelForward, every kernel by its reference, beside the decoder's own pass."""
+"""Adapters by row in KernelForward, every kernel by its reference, beside the decoder's own pass."""
 
 import pytest
 import torch

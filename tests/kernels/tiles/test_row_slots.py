@@ -131,7 +131,10 @@ def test_a_row_of_swiglu_has_the_bits_of_its_adapter_alone(M, R, mix, kernels, r
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("M", "K", "R", "S"), [(1, 896, 16, 2), (17, 1152, 96, 9), (64, 18944, 32, 5), (256, 2048, 384, MAX_SLOTS)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("M", "K", "R", "S"),
+    [(1, 896, 16, 2), (17, 1152, 96, 9), (64, 18944, 32, 5), (256, 2048, 384, MAX_SLOTS)],
+)
 def test_x_and_u_have_the_bits_of_one_adapter(M, K, R, S, mix, kernels, rng):
     shrink, rows = kernels[0], slots_of(mix, M, S)
     h, weight, noise = torch.randn(M, K).cuda(), torch.rand(K).cuda() + 0.5, torch.randn(K).cuda() * 0.1

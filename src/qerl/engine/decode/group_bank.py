@@ -14,16 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels.tiles.packed_product import PackedAdapter
-from qerl.kernels.tiles.row_slots import RowSlots
+from qerl.kernels.tiles.row_slots import RowSlots, slot_rank
 from qerl.models.adapter_bank import AdapterBank
 from qerl.models.linear import QuantLinear
-
-_RANKS = 16  # a kernel's rank is a multiple of it
-
-
-def slot_rank(max_rank: int) -> int:
-    """Return the rank of a slot for adapters of up to this one."""
-    return -(-max_rank // _RANKS) * _RANKS
 
 
 class GroupBank:

@@ -26,7 +26,6 @@ from torch import Tensor
 from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.attention import AttentionSteps
 from qerl.engine.decode.delta import DeltaSteps
-from qerl.engine.decode.group_bank import slot_rank
 from qerl.engine.decode.layer import LayerStep, StepParts, StepRows
 from qerl.engine.decode.linears import FusedLinears, LinearGroup, PackedLinears
 from qerl.engine.decode.mixture import MixtureSteps, stack_obstacle
@@ -36,7 +35,7 @@ from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.experts.grouped_hopper import HopperGroupedProduct
 from qerl.kernels.experts.grouped_product import GroupedProduct
 from qerl.kernels.tiles.lora_shrink import LoraShrink
-from qerl.kernels.tiles.row_slots import MAX_SLOTS
+from qerl.kernels.tiles.row_slots import MAX_SLOTS, slot_rank
 from qerl.models.adapter_bank import AdapterBank
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer

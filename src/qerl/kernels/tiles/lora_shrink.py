@@ -135,8 +135,8 @@ class LoraShrink:
         out: tuple[Tensor, Tensor] | None = None,
         slots: RowSlots | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (x_MD, u_MR). The rows of `out` may lie apart, as in the halves of one tensor [x | u]. slots:
-        a is [S, R, D], and scaling is not read."""
+        """Return (x_MD, u_MR). The rows of `out` may lie apart, as in the halves of one tensor [x | u].
+        slots: a is [S, R, D], and scaling is not read."""
         x_MD = _output(h_MD.shape, h_MD.device, None if out is None else out[0])
         u_MR = _output((h_MD.shape[0], a_RD.shape[-2]), h_MD.device, None if out is None else out[1])
         self._launch(h_MD, weight_D, noise, rows_M, eps, a_RD, scaling, x_MD, u_MR, slots)
@@ -171,7 +171,7 @@ class LoraShrink:
     def _compile(
         self, name: str, has_norm: bool, has_table: bool, tile: ShrinkTile, split: Split, has_slots: bool
     ):
-        defines = {"NORM": int(has_norm), "TABLE": int(has_table), **shrink_defines(tile, split, has_slots)}
+        defines = {"NORM": int(has_norm), "TABLE": int(has_table)} | shrink_defines(tile, split, has_slots)
         return compiled("lora_shrink.cu", name, self._device, defines, cluster=split.cluster)
 
 

@@ -123,7 +123,12 @@ __device__ __forceinline__ void add_words(float (&acc)[4], const Words& low, con
 }
 
 #if SLOTS
-__device__ __forceinline__ int slot_of(const Epilogue& e, int m) { return __ldg(e.slots + min(m, e.M - 1)); }
+// Loaded each time, so that no register keeps it over the loops: 432 bytes of a thread with 256 tokens did not fit.
+__device__ __forceinline__ int slot_of(const Epilogue& e, int m) {
+  int slot;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(e.slots + min(m, e.M - 1)));
+  return slot;
+}
 // The slots of a warp's tokens, as bits.
 template <int COUNT>
 __device__ __forceinline__ u32 slots_of(const Epilogue& e, int m0, int g) {

@@ -2,9 +2,9 @@
 
     u_m = scalings_S[s] * x_m A_s^T,   y_m = x_m W^T + u_m B_s^T,   s = slots_M[m]
 
-Slot 0 has no adapter: its a is zeros, its b is not read. A row has the bits of a launch with its adapter alone
-(tests/kernels/tiles/test_row_slots.py): for other slots the kernels add products with zeros, so all of b must
-be finite. What the rows are is read on the device, so one recorded graph serves any mix.
+Slot 0 has no adapter: its a is zeros, its b is not read. A row has the bits of a launch with its adapter
+alone (tests/kernels/tiles/test_row_slots.py): for other slots the kernels add products with zeros, so
+all of b must be finite. What the rows are is read on the device, so one recorded graph serves any mix.
 """
 
 import dataclasses
@@ -15,6 +15,11 @@ from torch import Tensor
 
 MAX_SLOTS = 32
 """The kernels have a bit for each."""
+
+
+def slot_rank(max_rank: int) -> int:
+    """Return the rank of a slot for adapters of up to this one: that of a kernel is a multiple of 16."""
+    return -(-max_rank // 16) * 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
