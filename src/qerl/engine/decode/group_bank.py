@@ -36,9 +36,8 @@ class GroupBank:
         self.b_SNR = torch.zeros(slots, sum(each.out_width for each in linears), self._rank, **how)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Copy the adapters that are new in the bank."""
-        versions = self.bank.versions
+    def update(self, versions: dict[int, int]) -> None:
+        """Copy the adapters that are new. versions: what the bank's `take` has returned."""
         for number, version in versions.items():
             if self._versions.get(number) != version:
                 a_parts, b_parts = zip(*(self._padded(each, number) for each in self._linears), strict=True)

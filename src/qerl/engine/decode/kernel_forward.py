@@ -117,10 +117,10 @@ class KernelForward:
         if isinstance(self._attention, AttentionSteps):
             self._attention.kernel.set_chunk(state, lengths_B, num_rows)
         bank = self._decoder.adapter_bank
-        if bank is not None and (versions := bank.versions) != self._bank_versions:
+        if bank is not None and (versions := bank.take()) != self._bank_versions:
             for group in (group for step in self._steps for group in step.groups):
                 assert isinstance(group, LinearGroup)  # bank_obstacle
-                group.banked(bank).update()
+                group.banked(bank).update(versions)
             self._bank_versions = versions
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
