@@ -29,7 +29,7 @@ class AdapterBank:
         """dtype: in which the adapters are multiplied; max_rank: for which kernels have room."""
         self.max_adapters, self.max_rank = max_adapters, max_rank
         self.scalings_S = torch.zeros(1 + max_adapters, device=device)
-        """By number; 0 is that of rows without an adapter."""
+        """Scaling by number; rows without an adapter have number 0."""
         self._dtype, self._device, self._num_added = dtype, device, 0
         self._added: dict[int, tuple[Adapters, float]] = {}  # in host memory, until a pass takes them
         self._parts: dict[nn.Module, dict[int, Part]] = {}
