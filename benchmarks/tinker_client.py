@@ -47,8 +47,8 @@ class Client:
         self._tokenizer, _ = load_tokenizer_and_limit(RunConfig(model=model))
         self._rows = json.loads(Path(settings.rows).read_text())
         service = tinker.ServiceClient(base_url=settings.url, api_key="tml-local")
-        how = {"rank": settings.rank, "seed": settings.seed}
-        self._client = service.create_lora_training_client(settings.model, **how).result()
+        made = service.create_lora_training_client(settings.model, rank=settings.rank, seed=settings.seed)
+        self._client = made.result()
 
     def run(self) -> None:
         settings = self._settings
@@ -112,7 +112,7 @@ class Client:
 
     def _reward(self, tokens: list[int], answer: str) -> float:
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return float(last_number(text) == gold_number(answer))
+        return float(last_number(str(text)) == gold_number(answer))
 
     def _accuracy(self, sampler: Any) -> float | None:
         batch = self._rows["test"][: self._settings.num_held_out]

@@ -120,7 +120,10 @@ def test_the_epilogue_adds_each_rows_own_adapter(M, N, R, S, groups, count, swig
     assert (sums[rows.slots_M == 0] == 0).all()
 
 
-@pytest.mark.parametrize(("M", "K", "R", "S", "tile"), [(1, 64, 16, 2, (8, 16)), (13, 1152, 48, 5, (8, 32)), (40, 896, 32, 32, (16, 32))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("M", "K", "R", "S", "tile"),
+    [(1, 64, 16, 2, (8, 16)), (13, 1152, 48, 5, (8, 32)), (40, 896, 32, 32, (16, 32))],
+)
 def test_the_launch_of_u_reads_each_rows_own_adapter(M, K, R, S, tile, library_of, rng):
     x, a, _, rows = case(M, 16, K, R, S, 1, rng)
     tile, split = ShrinkTile(*tile), choose_split(K)
