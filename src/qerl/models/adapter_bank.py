@@ -39,7 +39,7 @@ class AdapterBank:
 
     @property
     def num_free(self) -> int:
-        """How many adapters can be added."""
+        """Number of adapters that can be added."""
         return self.max_adapters - len(self._versions)
 
     def add(self, adapters: Adapters, scaling: float) -> int:
