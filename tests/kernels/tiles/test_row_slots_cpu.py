@@ -52,7 +52,6 @@ static void shrink_all(const Operands& p) { shrink(p.o, p.partials, p.turns); }
 #define KERNEL shrink_all
 """
 LOADS = (
-    (r'asm volatile\("ld\.global\.nc\.s32.*?\);', "slot = *(e.slots + min(m, e.M - 1));"),
     (r'asm volatile\("ld\.global\.v(\d)\.u32.*?"l"\(p\) : "memory"\);', r"memcpy(&v, p, 4 * \1);"),
     (r'asm volatile\("ld\.global\.nc\.L1.*?\);', "v = *(const uint4*)p;"),
     (r'asm volatile\("atom\.acq_rel.*?\);', "arrived = __atomic_fetch_add(turn, 1, __ATOMIC_SEQ_CST);"),

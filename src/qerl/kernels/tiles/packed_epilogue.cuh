@@ -123,12 +123,8 @@ __device__ __forceinline__ void add_words(float (&acc)[4], const Words& low, con
 }
 
 #if SLOTS
-// Loaded each time, so that no register keeps it over the loops: 432 bytes of a thread with 256 tokens did not fit.
-__device__ __forceinline__ int slot_of(const Epilogue& e, int m) {
-  int slot;
-  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(e.slots + min(m, e.M - 1)));
-  return slot;
-}
+// At the end of a tile of 256 tokens with SWIGLU 432 bytes of a thread do not fit its registers, of 128 tokens 56.
+__device__ __forceinline__ int slot_of(const Epilogue& e, int m) { return __ldg(e.slots + min(m, e.M - 1)); }
 // The slots of a warp's tokens, as bits.
 template <int COUNT>
 __device__ __forceinline__ u32 slots_of(const Epilogue& e, int m0, int g) {
@@ -143,8 +139,7 @@ __device__ __forceinline__ u32 slots_of(const Epilogue& e, int m0, int g) {
 // of the slot, and u of tokens with another one is 0.
 template <int COUNT>
 __device__ __forceinline__ void add_adapter(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int slot, int row0, int m0, int g, int t) {
-  constexpr int TOKENS = SLOTS && COUNT > 8 && COUNT % 4 == 0 ? 4 : together(COUNT);  // slots take registers
-  constexpr int PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
+  constexpr int TOKENS = together(COUNT), PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
   const int width = u_width(e), offset = u_offset(e, row0);
   const u16* b = e.lora_b + ((size_t)slot * e.N + row0 + g) * RANK + 2 * LANE_WORDS * t;
 #pragma unroll
