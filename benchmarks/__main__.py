@@ -19,6 +19,7 @@ from benchmarks.samplers import SamplersOptions, bench_samplers
 from benchmarks.serve import ServeBenchOptions, bench_serve
 from benchmarks.start import StartOptions, bench_start
 from benchmarks.tile import TileOptions, bench_tile
+from benchmarks.tinker import TinkerBenchOptions, bench_tinker
 from benchmarks.vllm_rollout import VllmRolloutOptions, bench_vllm_rollout
 from qerl.cli.arguments import check_known, parse_options, wants_help
 from qerl.errors import RunError, UserError
@@ -43,6 +44,7 @@ benchmarks:
   start         Time a fresh process up to its first decode step and update, kernels cold and warm
   table         Print the tables of README.md and docs/; --write updates them
   tile          Time all tiles of the NVFP4 kernel and write the table that the kernel reads
+  tinker        Measure `qerl tinker` beside `qerl train`, two clients, and adapters by row
   vllm-rollout  Run vLLM on the lengths of `qerl bench rollout`, where it is installed
 
 Run 'python -m benchmarks BENCHMARK --help' for the options.
@@ -64,6 +66,7 @@ BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "serve": (ServeBenchOptions, bench_serve),
     "start": (StartOptions, bench_start),
     "tile": (TileOptions, bench_tile),
+    "tinker": (TinkerBenchOptions, bench_tinker),
     "table": (TableOptions, write_tables),
     "vllm-rollout": (VllmRolloutOptions, bench_vllm_rollout),
 }

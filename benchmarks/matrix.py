@@ -44,6 +44,7 @@ from qerl.kernels.tiles.lora_shrink_portable import PortableLoraShrink
 from qerl.kernels.tiles.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_compute_lora_hidden
 from qerl.kernels.tiles.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.tiles.portable_product import PortableProduct
+from qerl.kernels.tiles.row_slots import RowSlots
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
@@ -52,7 +53,7 @@ from qerl.models.random_weights import shape
 _SMS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
 _TABLE_PAGE = Path(__file__).parents[1] / "dev" / "architectures.md"
 _START, _END = "<!-- kernels -->", "<!-- end of kernels -->"
-_META, _PAGE, _PAGES = torch.device("meta"), 16, 128
+_META, _PAGE, _PAGES, _SLOTS = torch.device("meta"), 16, 128, 9
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _MIXTURES = ((32, 4), (128, 8))  # experts, chosen: gpt-oss-20b and Qwen3-30B-A3B
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
@@ -122,6 +123,9 @@ def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[Kernel
             shape(model), card, rows, rank=options.lora_rank, kv=kv, heads=(BF16, FP8, NVFP4Head)
         )
         names |= dict.fromkeys(step)
+    for model, rows in itertools.product(options.shapes, options.rows) if options.lora_rank else ():
+        by_row = decode_variants(shape(model), card, rows, rank=options.lora_rank, by_row=True)
+        names |= dict.fromkeys(by_row)
     return list(names)
 
 
@@ -272,17 +276,19 @@ def decode_variants(
     kv: Literal["bf16", "fp8"] = "bf16",
     noise_table: bool = False,
     heads: tuple[type, ...] = (BF16,),
+    by_row: bool = False,
 ) -> list[KernelVariant]:
     """Return the kernels that a decode step of this many rows launches on the card.
 
-    heads: formats of the output head; NVFP4's has a sampling kernel on Hopper alone.
+    heads: formats of the output head; NVFP4's has a sampling kernel on Hopper alone. by_row: rows have
+    adapters of their own.
     """
     with _pretended(card), dry_run() as variants:
         state = DecodeState.empty(rows, _PAGES, 1, _META)
         _attend(a, state, _KV[kv])
         if a.delta is not None:
             _step_delta(a, a.delta, state, rank)
-        _multiply(a, card, rows, rank, noise_table)
+        _multiply(a, card, rows, rank, noise_table, _slots(rows) if by_row else None)
         for head in (_head(format, a) for format in heads):
             if card.has_wgmma:
                 _sample(HeadSample(head, rows, _META), state, a.width)
@@ -361,7 +367,14 @@ def _step_delta(a: Architecture, shape: DeltaShape, state: DecodeState, rank: in
         kernel.step(y_BX, gates, weights, *slots, state)
 
 
-def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noise_table: bool) -> None:
+def _multiply(
+    a: Architecture,
+    card: CudaArchitecture,
+    rows: int,
+    rank: int,
+    noise_table: bool,
+    slots: RowSlots | None,
+) -> None:
     shrink = LoraShrink(_META) if card.has_wgmma else PortableLoraShrink(_META)
     product = NVFP4Decode(_META) if card.has_wgmma else PortableProduct(_META)
     h_BD = shrink.embed(_tensor(rows, dtype=torch.int32), _tensor(a.vocab_size, a.width))
@@ -370,9 +383,11 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
     rows_M = rows_B if noise_table else None
     attention = next(kind for kind in a.kinds if kind.mixer == "attention")
     for group in layer_spec(a, attention).groups:
-        x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank)
-        rank_rows = 0 if adapter is None else len(adapter.a)
-        if isinstance(product, NVFP4Decode):
+        x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank, slots)
+        rank_rows = 0 if adapter is None else adapter.a.shape[-2]
+        if slots is not None:
+            computes_lora_hidden = False
+        elif isinstance(product, NVFP4Decode):
             computes_lora_hidden = pays_to_compute_lora_hidden(
                 rows, group.in_width, rank_rows, group.name == "gate_up"
             )
@@ -382,9 +397,10 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
             )
         if adapter is not None and not computes_lora_hidden:
             if group.input_from is not None and group.in_width == a.width:
-                _, u_BR = shrink.norm_shrink(h_BD, weight, noise, 1e-6, adapter.a, 1.0, rows_M=rows_M)
+                norm = h_BD, weight, noise, 1e-6
+                _, u_BR = shrink.norm_shrink(*norm, adapter.a, 1.0, rows_M=rows_M, slots=slots)
             else:
-                u_BR = shrink.shrink(x_BK, adapter.a, 1.0)
+                u_BR = shrink.shrink(x_BK, adapter.a, 1.0, slots=slots)
             adapter = dataclasses.replace(adapter, lora_hidden=u_BR)
         rows_of_tiles, columns = group.out_width // TILE_ROWS, group.in_width // TILE_K
         tiles = _tensor(rows_of_tiles, columns, TILE_BYTES, dtype=torch.uint8)
@@ -396,13 +412,17 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
     shrink.norm(h_BD, weight, noise, 1e-6, rows_M=rows_M)
 
 
-def _adapter(group: LinearGroupSpec, rank: int) -> PackedAdapter | None:
+def _slots(rows: int) -> RowSlots:
+    return RowSlots(_tensor(rows, dtype=torch.int32), _tensor(_SLOTS, dtype=torch.float32))
+
+
+def _adapter(group: LinearGroupSpec, rank: int, slots: RowSlots | None) -> PackedAdapter | None:
     if rank == 0:
         return None
-    parts = len(group.linears)
-    a_RK, b_NR = _tensor(parts * rank, group.in_width), _tensor(group.out_width, rank)
+    parts, some = len(group.linears), () if slots is None else (_SLOTS,)
+    a_RK, b_NR = _tensor(*some, parts * rank, group.in_width), _tensor(*some, group.out_width, rank)
     starts = (group.out_widths[0], sum(group.out_widths[:2])) if parts == 3 else ()
-    return PackedAdapter(a_RK, b_NR, 1.0, starts)
+    return PackedAdapter(a_RK, b_NR, 1.0, starts, slots=slots)
 
 
 def _head(format: type, a: Architecture) -> Head:

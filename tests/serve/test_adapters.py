@@ -150,9 +150,22 @@ def test_without_a_folder_no_adapter_is_loaded(tmp_path):
         assert post((address,), "load", lora_name="one", lora_path="one").status_code == 403
     with pytest.raises(UserError, match=r"adapter_folder .*none: no such folder"):
         make_adapters(model, ServeOptions(adapter_folder=tmp_path / "none"))
-    model.engine.model.device = torch.device("meta")
-    with pytest.raises(UserError, match="on a CPU so far"):
-        ServedAdapters(model.engine.model, tmp_path, 2)
+    with pytest.raises(UserError, match="own decoder"):
+        ServedAdapters(torch.nn.Identity(), tmp_path, 2)
+
+
+def test_an_adapter_above_the_largest_rank_or_with_numbers_not_finite_is_refused(tmp_path):
+    write_adapter(tmp_path / "wide", 0, rank=8)
+    write_adapter(tmp_path / "broken", 0)
+    tensors = load_file(tmp_path / "broken" / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = torch.inf
+    save_file(tensors, tmp_path / "broken" / "adapter_model.safetensors", {"format": "pt"})
+    model = parts.load_tiny(tmp_path / "tiny")
+    adapters = make_adapters(model, ServeOptions(adapter_folder=tmp_path, max_lora_rank=4))
+    for name, message in (("wide", "rank is above 4"), ("broken", "not finite")):
+        with pytest.raises(UserError, match=message):
+            adapters.load(name, name)
+    assert adapters.names == () and adapters.bank.num_free == 8
 
 
 def test_linears_of_an_adapter_have_their_own_names_ranks_and_scalings(tmp_path):

@@ -217,7 +217,7 @@ def test_a_cancelled_sample_whose_weights_are_gone_fails_no_other():
 
 @pytest.fixture
 def service(tmp_path):
-    slot = types.SimpleNamespace(decoder=types.SimpleNamespace(device=torch.device("cpu")))
+    slot = types.SimpleNamespace(decoder=types.SimpleNamespace(device=torch.device("cpu")), shares_steps=True)
     options = TinkerOptions(model=ModelConfig(), checkpoints=tmp_path, max_adapters=1)
     service = Service(slot, None, None, options, ("tiny",))
     service.worker.start()

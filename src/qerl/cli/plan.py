@@ -38,6 +38,7 @@ HELP = Help(
         "--prompt-tokens": "",
         "--mean-tokens": "expected length of the samples",
         "--num-steps": "steps of the run",
+        "--adapters N": "clients of `qerl tinker`",
         **{name: COMMON[name] for name in _FIELDS},
         "--model.format FORMAT": COMMON["--model.format FORMAT"],
         "--learn.max-tokens-per-microbatch N": "None: as memory allows",
@@ -64,12 +65,15 @@ class PlanOptions:
     mean_tokens: int | None = None
     """Expected mean length of the samples, in tokens, for the speed; default: sample.max_tokens."""
 
+    adapters: int | None = None
+    """Training clients of `qerl tinker`: their adapters, of adapter.rank, in memory beside one base."""
+
     run: Annotated[RunConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=RunConfig)
     """The run, with the fields of `qerl train`."""
 
     def __post_init__(self):
         check_numbers(self)
-        check_positive(self, "gpu_gb", "prompt_tokens", "mean_tokens")
+        check_positive(self, "gpu_gb", "prompt_tokens", "mean_tokens", "adapters")
         limit = self.run.sample.max_tokens
         require(
             self.mean_tokens is None or self.mean_tokens <= limit,
@@ -92,7 +96,8 @@ def run(arguments: list[str]) -> None:
     check_name(model)  # before the GPU: a wrong name is the first error
     gpu, gpu_gb = _gpu(options)
     lengths = {"prompt_tokens": options.prompt_tokens, "mean_tokens": options.mean_tokens}
-    text, fits = format_plan(model, options.run, gpu=gpu, gpu_gb=gpu_gb, **lengths)
+    sizes = {"gpu": gpu, "gpu_gb": gpu_gb, "num_adapters": options.adapters}
+    text, fits = format_plan(model, options.run, **sizes, **lengths)
     print(text)
     if not fits:
         sys.exit(1)

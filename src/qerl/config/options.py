@@ -262,10 +262,13 @@ class ServeOptions:
     """Seconds in which a client must take all of the answer that is ready for it."""
 
     adapter_folder: Path | None = None
-    """Folder of PEFT adapters that requests may load and then name as their model; None: none. On a CPU."""
+    """Folder of PEFT adapters that requests may load and then name as their model; None: none."""
 
     max_adapters: int = 8
     """Maximum adapters loaded at once."""
+
+    max_lora_rank: int = 64
+    """Largest rank of a loaded adapter; on a GPU there is memory for max_adapters of this rank."""
 
     with_adapter: bool = True
     """Serve the newest checkpoint of a run, or its base model alone."""
@@ -277,7 +280,7 @@ class ServeOptions:
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
         check_positive(self, "max_body_bytes", "max_prompt_tokens", "max_tokens")
         check_positive(self, "max_samples", "max_waiting", "max_connections", "max_header_bytes")
-        check_positive(self, "max_adapters")
+        check_positive(self, "max_adapters", "max_lora_rank")
         check_positive(self, "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "send_timeout_s")
 
 
@@ -312,7 +315,7 @@ class TinkerOptions:
     """Adapters of samplers in host memory; those used longest ago lie in files in the checkpoints' folder."""
 
     shared_adapters: int = 8
-    """Maximum adapters that sample in the same decode step on a CPU; with 0, or on a GPU, they take turns."""
+    """Maximum adapters that sample in the same decode step; with 0 they take turns. On a GPU up to 31."""
 
     max_turn_s: float = 2.0
     """Seconds after which sampling is interrupted if learning, or another sampler, waits."""

@@ -20,6 +20,7 @@ from qerl.engine.sampling.detokenizer import Detokenizer
 from qerl.engine.schedule.live_sample import LiveGroup, LiveSample
 from qerl.engine.stats import Stats
 from qerl.errors import UserError
+from qerl.models.adapter_bank import AdapterBank
 from qerl.models.peft.adapter import publish
 from qerl.models.policy_model import PolicyModel
 from qerl.types import (
@@ -93,6 +94,11 @@ class LocalEngine(abc.ABC):
     def notices(self) -> list[str]:
         """Messages for the user about limits of this engine."""
         return []
+
+    def bank_obstacle(self, bank: AdapterBank) -> str | None:
+        """Return why decode steps with adapters of this bank use PyTorch operations; None if kernels run
+        them."""
+        return "the engine has no kernels"
 
     def expect(self, num_positions: int) -> None:
         """Note the length of the run's longest prompt and sample together, in tokens. It affects time and

@@ -47,6 +47,7 @@ from qerl.engine.stats import Stats
 from qerl.errors import UserError
 from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.kernels.runtime.gpu_memory import memory_bytes
+from qerl.models.adapter_bank import AdapterBank
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
 from qerl.types import GenerateRequest, Group, Sampling
@@ -95,6 +96,9 @@ class PagedEngine(LocalEngine):
     def kernels(self) -> Kernels:
         """The kernels that decode steps use."""
         return "torch" if self._runners.obstacle is not None else self._runners.kernels
+
+    def bank_obstacle(self, bank: AdapterBank) -> str | None:
+        return self._runners.bank_obstacle(bank)
 
     @property
     def notices(self) -> list[str]:

@@ -48,7 +48,7 @@ class RowAdapters:
             return y_TN
         a_SK, b_NS, owner_S, scaling_S = self.tables[linear]
         mask_TS = (self.rows_T[:, None] == owner_S) * scaling_S
-        return torch.addmm(y_TN, x_TK @ a_SK.T * mask_TS, b_NS.T)
+        return torch.addmm(y_TN, (x_TK @ a_SK.T * mask_TS).to(y_TN.dtype), b_NS.T)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -34,15 +34,15 @@ class ServedAdapter:
 
 
 class ServedAdapters:
-    def __init__(self, model: PolicyModel, folder: Path, max_adapters: int):
+    def __init__(self, model: PolicyModel, folder: Path, max_adapters: int, max_rank: int = 128):
         """Raise UserError for a model whose rows cannot have adapters of their own."""
-        if not isinstance(model, Decoder) or model.device.type != "cpu":
-            raise UserError("adapter_folder: adapters by request need qerl's own decoder on a CPU so far")
+        if not isinstance(model, Decoder):
+            raise UserError("adapter_folder: adapters by request need qerl's own decoder")
         copies = [linear.b_work for _, linear in model.linears()]  # zeros unless one was loaded
         is_plain = all(b_NR is None or not b_NR.any() for b_NR in copies)
         require(is_plain, "adapter_folder: the run has an adapter already: serve it with --no-with-adapter")
         self._decoder, self._folder, self._max_adapters = model, folder.resolve(), max_adapters
-        self._bank = model.adapter_bank = AdapterBank(model.compute, model.device)
+        self.bank = model.adapter_bank = AdapterBank(model.compute, model.device, max_adapters, max_rank)
         self._adapters: dict[str, ServedAdapter] = {}
         self._lock = threading.Lock()
 
@@ -58,7 +58,7 @@ class ServedAdapters:
             require(name not in self._adapters, f"lora_name: {name} is loaded: unload it first")
             limit = self._max_adapters
             require(len(self._adapters) < limit, f"{limit} adapters are loaded, the limit (--max-adapters)")
-            self._adapters[name] = ServedAdapter(self._bank.add(adapters, scaling))
+            self._adapters[name] = ServedAdapter(self.bank.add(adapters, scaling))
 
     def unload(self, name: str) -> bool:
         """Return False if there is none of that name."""
@@ -86,7 +86,7 @@ class ServedAdapters:
 
     def _free_if_unused(self, adapter: ServedAdapter) -> None:
         if adapter.is_unloaded and adapter.num_requests == 0:
-            self._bank.remove(adapter.row)
+            self.bank.remove(adapter.row)
 
     def _read(self, path: str) -> tuple[dict[nn.Module, tuple[Tensor, Tensor]], float]:
         """Return the adapter's (A, B) by linear, and its scaling; A has what a linear's own is more."""

@@ -7,6 +7,7 @@ the longest request that the limits allow is made at the start, so that too litt
 import ipaddress
 import os
 import socket
+import sys
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -82,7 +83,12 @@ def make_adapters(model: LoadedModel, options: ServeOptions) -> ServedAdapters |
     require(options.adapter_folder.is_dir(), f"adapter_folder {options.adapter_folder}: no such folder")
     same = options.model.sampler_format is None
     require(same, "adapter_folder: not with model.sampler_format, whose weights have no adapters by row")
-    return ServedAdapters(model.engine.model, options.adapter_folder, options.max_adapters)
+    limits = options.max_adapters, options.max_lora_rank
+    adapters = ServedAdapters(model.engine.model, options.adapter_folder, *limits)
+    obstacle = model.engine.bank_obstacle(adapters.bank)
+    if obstacle is not None and model.engine.model.device.type != "cpu":
+        print(f"adapters by request run on PyTorch's operations: {obstacle}", file=sys.stderr)
+    return adapters
 
 
 def listen(options: ServeOptions, *, has_key: bool) -> socket.socket:

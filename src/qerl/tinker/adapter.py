@@ -152,8 +152,10 @@ def _master_name(decoder: Decoder, linear: str, side: str) -> str:
 class AdapterSlot:
     """The decoder's adapter, which holds one client's at a time."""
 
-    def __init__(self, decoder: Decoder, engine: LocalEngine, max_rank: int):
+    def __init__(self, decoder: Decoder, engine: LocalEngine, max_rank: int, shared_adapters: int = 8):
+        """shared_adapters: of rows of one decode step."""
         self.decoder, self.max_rank = decoder, max_rank
+        self._bank = AdapterBank(decoder.compute, decoder.device, shared_adapters, max_rank)
         self._engine, self._held, self._version = engine, None, 0
         self._masters = adapter_tensors(decoder)
 
@@ -170,13 +172,20 @@ class AdapterSlot:
         self._engine.publish(self._version)
         self._held = key
 
+    @property
+    def shares_steps(self) -> bool:
+        """True if rows of a decode step may have different adapters."""
+        is_possible = self.decoder.device.type == "cpu" or self._engine.bank_obstacle(self._bank) is None
+        return self._bank.max_adapters > 0 and is_possible
+
     @contextlib.contextmanager
     def banked(self) -> Iterator[AdapterBank]:
         """Yield the adapters by row of what is sampled inside, in the place of the one that is held."""
-        self.decoder.adapter_bank = AdapterBank(self.decoder.compute, self.decoder.device)
+        self.decoder.adapter_bank = self._bank
         try:
-            yield self.decoder.adapter_bank
+            yield self._bank
         finally:
+            self._bank.clear()
             self.decoder.adapter_bank = None
 
     def add_to(self, bank: AdapterBank, tensors: Mapping[str, Tensor], rank: int) -> int:

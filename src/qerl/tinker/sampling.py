@@ -124,6 +124,7 @@ def sample_turn(
     """Sample for the turn's jobs, whose work is a SampleWork, and those that come meanwhile.
 
     row_of: the row of the decoder's adapter bank that a request reads; None: it must wait for another turn.
+    It raises UserError for an adapter that cannot be read.
     """
     live: list[_Collected] = []
     later: list[Job] = []
@@ -132,10 +133,13 @@ def sample_turn(
         while new or live:
             for job in itertools.filterfalse(lambda job: job.is_cancelled, new):  # its weights may be gone
                 # behind one that waits nobody joins, or it might wait for ever
-                if later or (row := row_of(job.work)) is None:
-                    later.append(job)
-                elif (request := _add(batch, job, row)) is not None:
-                    live.append(request)
+                try:
+                    if later or (row := row_of(job.work)) is None:
+                        later.append(job)
+                    else:
+                        live.append(_add(batch, job, row))
+                except UserError as error:  # the others go on
+                    job.fail(error)
             batch.step()
             batch.abort([each.live for each in live if each.job.is_cancelled])
             live = [each for each in live if not each.is_over]
@@ -149,15 +153,11 @@ def sample_turn(
         job.fail(UserError("the request was cancelled"))
 
 
-def _add(batch: LiveBatch, job: Job, row: int) -> _Collected | None:
-    """Let the request join; None if it failed."""
+def _add(batch: LiveBatch, job: Job, row: int) -> _Collected:
+    """Let the request join."""
     if job.progress is None:
         job.progress = _Collected(job)
     request: _Collected = job.progress
     request.begin(row)
-    try:
-        batch.add(request.live)
-    except UserError as error:
-        job.fail(error)
-        return None
+    batch.add(request.live)
     return request

@@ -99,7 +99,7 @@ class Service:
         self.sessions: dict[str, TinkerSession] = {}
         self.models: dict[str, TrainedModel] = {}
         self.samplers: dict[str, ServedSampler] = {}
-        self.shares_steps = slot.decoder.device.type == "cpu" and options.shared_adapters > 0
+        self.shares_steps = slot.shares_steps
         """True if rows of a decode step may have different adapters; else samplers take turns."""
         self._together, self._lanes = Lane(self._sample_together, takes_all=True), dict[str, Lane]()
         self.requests = Requests(kept_s=options.session_timeout_s, max_bytes=options.max_result_bytes)
@@ -286,11 +286,16 @@ class Service:
         key = "base" if sampler.snapshot is None else ("sampler", sampler.snapshot)
         self.slot.hold(key, tensors, sampler.rank)
         with self._noise(sampler):
-            sample_turn(self.engine, turn, max_positions=self.max_context_tokens, row_of=lambda work: 0)
+            self._sample_turn(turn, row_of=lambda work: 0 if work.sampler is sampler else None)
 
     def _sample_together(self, turn: LaneTurn) -> None:
-        """In the worker: sample for several samplers in the same steps; one with noise is alone."""
+        """In the worker: sample for several samplers in the same steps; one with noise is alone, and on a GPU
+        one for which alone requests wait, whose steps are faster with the decoder's own adapter."""
         first, rows = turn.jobs[0].work.sampler, dict[int | None, int]({None: 0})
+        samplers = {job.work.sampler for job in turn.jobs}
+        if len(samplers) == 1 and self.slot.decoder.device.type != "cpu":
+            self._sample_alone(first, turn)
+            return
         with self.slot.banked() as bank, self._noise(first):
 
             def row_of(work: SampleWork) -> int | None:
@@ -298,12 +303,15 @@ class Service:
                 if sampler is not first and (first.sigma > 0 or sampler.sigma > 0):
                     return None
                 if snapshot is not None and snapshot not in rows:
-                    if len(rows) > self.options.shared_adapters:
+                    if bank.num_free == 0:
                         return None
                     rows[snapshot] = self.slot.add_to(bank, self.snapshots.tensors(snapshot), sampler.rank)
                 return rows[snapshot]
 
-            sample_turn(self.engine, turn, max_positions=self.max_context_tokens, row_of=row_of)
+            self._sample_turn(turn, row_of)
+
+    def _sample_turn(self, turn: LaneTurn, row_of: Callable[[SampleWork], int | None]) -> None:
+        sample_turn(self.engine, turn, max_positions=self.max_context_tokens, row_of=row_of)
 
     def _noise(self, sampler: ServedSampler) -> contextlib.AbstractContextManager[int]:
         how = {"sigma": sampler.sigma, "unit": "relative", "seed": sampler.noise_seed, "step": 0}

@@ -92,7 +92,7 @@ class _AttentionStep:
     def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
         products, shared, cache = self._products, self._shared, self._shared.parts.cache
         x_BD, u = products.normed(h_BD, self._before, self._qkv, rows)
-        qkv_BX = products.products.linear(x_BD, self._qkv, u, None)
+        qkv_BX = products.linear(x_BD, self._qkv, u, rows)
         for edit in self._edits:
             qkv_BX = edit(qkv_BX, rows)
         attend = shared.kernel.attend_together if rows.is_together else shared.kernel.attend

@@ -70,11 +70,11 @@ class _DeltaStep:
         products, shared = self._products, self._shared
         if self._gates is None:
             x_BD, u = products.normed(h_BD, self._norm, self._inputs, rows)
-            y_BX = products.products.linear(x_BD, self._inputs, u, None)
+            y_BX = products.linear(x_BD, self._inputs, u, rows)
             gates = Gates(x_BN=y_BX[:, self._first_gate :])
         else:
             x_BD, u, made_BR = self._normed(h_BD, rows, self._gates)
-            y_BX = products.products.linear(x_BD, self._inputs, u, None)
+            y_BX = products.linear(x_BD, self._inputs, u, rows)
             gates = self._gates.of(made_BR)
         conv_SWC, state_SNHV = shared.states.of_layer(self._index)
         o_BX = shared.kernel.step(

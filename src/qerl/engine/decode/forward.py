@@ -25,8 +25,10 @@ from qerl.models.delta_net import Recur
 
 
 class DecodeForward(Protocol):
-    is_capturable: bool
-    """False if the host must see values in the middle, so that no CUDA graph can be recorded."""
+    @property
+    def is_capturable(self) -> bool:
+        """False if the host must see values in the middle, so that no CUDA graph can be recorded."""
+        ...
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
         """Return hidden_BD and write the rows' keys and values; each row is of another sequence."""
@@ -57,7 +59,11 @@ class TorchForward:
     ):
         """decode: paged_decode, or a function with its signature; expert_rows: of Decoder.forward."""
         self._decoder, self._cache, self._decode, self._expert_rows = decoder, cache, decode, expert_rows
-        self.is_capturable = decoder.architecture.mixture is None  # counts of rows by expert
+
+    @property
+    def is_capturable(self) -> bool:
+        """False for counts of rows by expert, and for adapters by row, whose tables change."""
+        return self._decoder.architecture.mixture is None and self._decoder.adapter_bank is None
 
     def publish(self) -> None:
         """Do nothing: the decoder's modules read the working copies themselves."""

@@ -27,7 +27,7 @@ from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.attention import AttentionSteps
 from qerl.engine.decode.delta import DeltaSteps
 from qerl.engine.decode.layer import LayerStep, StepParts, StepRows
-from qerl.engine.decode.linears import FusedLinears, PackedLinears
+from qerl.engine.decode.linears import FusedLinears, LinearGroup, PackedLinears
 from qerl.engine.decode.mixture import MixtureSteps, stack_obstacle
 from qerl.engine.decode.mlp import MLPSteps
 from qerl.kernels.attention.decode_attention import DecodeAttention
@@ -35,9 +35,12 @@ from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.experts.grouped_hopper import HopperGroupedProduct
 from qerl.kernels.experts.grouped_product import GroupedProduct
 from qerl.kernels.tiles.lora_shrink import LoraShrink
+from qerl.kernels.tiles.row_slots import MAX_SLOTS, slot_rank
+from qerl.models.adapter_bank import AdapterBank
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import Kernels, best_kernels
+from qerl.models.packed_linear import PackedTiles
 
 MAX_ROWS = 256
 NO_KERNELS = "they are for NVIDIA GPUs from Ampere on"
@@ -78,6 +81,7 @@ class KernelForward:
         )
         mixers = {name: MIXERS[name](parts) for name in {k.mixer for k in decoder.architecture.kinds}}
         self._attention, self._steps = mixers.get("attention"), _steps(parts, mixers)
+        self._bank_versions: dict[int, int] = {}
 
     @staticmethod
     def obstacle(decoder: Decoder, page_tokens: int, kernels: Kernels | None = None) -> str | None:
@@ -91,6 +95,19 @@ class KernelForward:
             page_tokens=page_tokens,
         ) or stack_obstacle(decoder)
 
+    @staticmethod
+    def bank_obstacle(decoder: Decoder, bank: AdapterBank) -> str | None:
+        """Return why rows cannot have adapters of this bank in a decoder that the kernels run."""
+        if any((kind.mixer, kind.mlp) != ("attention", "dense") for kind in decoder.architecture.kinds):
+            return "adapters by row are for attention and dense MLPs"
+        if not all(isinstance(linear.weight, PackedTiles) for _, linear in decoder.linears()):
+            return "adapters by row are for weights in tiles"
+        if slot_rank(bank.max_rank) > 128:
+            return f"they take ranks up to 128, here {bank.max_rank}"
+        if bank.max_adapters >= MAX_SLOTS:
+            return f"they take up to {MAX_SLOTS - 1} adapters by row, here {bank.max_adapters}"
+        return None
+
     def publish(self) -> None:
         for step in self._steps:
             for group in step.groups:
@@ -99,12 +116,18 @@ class KernelForward:
     def prepare(self, state: DecodeState, lengths_B: list[int], num_rows: int) -> None:
         if isinstance(self._attention, AttentionSteps):
             self._attention.kernel.set_chunk(state, lengths_B, num_rows)
+        bank = self._decoder.adapter_bank
+        if bank is not None and (versions := bank.take()) != self._bank_versions:
+            for group in (group for step in self._steps for group in step.groups):
+                assert isinstance(group, LinearGroup)  # bank_obstacle
+                group.banked(bank).update(versions)
+            self._bank_versions = versions
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
-        return self._run(StepRows(state, num_rows, is_together=False))
+        return self._run(StepRows(state, num_rows, is_together=False, bank=self._decoder.adapter_bank))
 
     def together(self, state: DecodeState, num_rows: int) -> Tensor:
-        return self._run(StepRows(state, num_rows, is_together=True))
+        return self._run(StepRows(state, num_rows, is_together=True, bank=self._decoder.adapter_bank))
 
     def _run(self, rows: StepRows) -> Tensor:
         decoder = self._decoder

@@ -23,7 +23,9 @@ from qerl.engine.decode.linears import FusedLinears, LinearGroup, TorchLinears
 from qerl.kernels.attention.decode_attention import DecodeAttention
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.experts.grouped_product import GroupedProduct
+from qerl.kernels.pointwise.swiglu import Activation
 from qerl.kernels.tiles.lora_shrink import LoraShrink
+from qerl.models.adapter_bank import AdapterBank
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.linear import QuantLinear
@@ -58,10 +60,17 @@ class StepRows:
     num_rows: int
     is_together: bool
     """Several rows may be of one sequence and attend to each other."""
+    bank: AdapterBank | None
+    """The adapters by row in the place of the linears' own; None: their own."""
 
     @property
     def noise_rows_B(self) -> Tensor:
         return self.state.noise_rows_B[: self.num_rows]
+
+    @property
+    def numbers_B(self) -> Tensor | None:
+        """The rows' numbers in the bank."""
+        return None if self.bank is None else self.noise_rows_B
 
 
 class Published(Protocol):
@@ -121,20 +130,39 @@ class NormedProducts:
         """Return x = norm(h), which the group reads, and u; None if the product makes u or has none. Without
         a norm x is h, rounded."""
         if norm is None:
-            x_BD, _, u = self._shrunk(h_BD.to(group.linears[0].compute), group)
-            return x_BD, u
+            return self._shrunk(h_BD.to(group.linears[0].compute), group, rows)
         noise, rows_B = norm.noise_of(rows.noise_rows_B) if isinstance(norm, NoisedRMSNorm) else (None, None)
         operands = h_BD, norm.weight, noise, norm.eps
+        if (numbers_B := rows.numbers_B) is not None and rows.bank is not None:
+            banked = group.banked(rows.bank)
+            slots = banked.slots(numbers_B)
+            return self.shrink.norm_shrink(*operands, banked.a_SRK, 0.0, rows_M=rows_B, slots=slots)
         if group.a is None or self.products.computes_lora_hidden(len(h_BD), group):
             return self.shrink.norm(*operands, rows_M=rows_B), None
         out = group.empty_input(len(h_BD), group.a) if group.room else None
         return self.shrink.norm_shrink(*operands, group.a, group.scaling, rows_M=rows_B, out=out)
 
+    def linear(
+        self,
+        x_BK: Tensor,
+        group: LinearGroup,
+        u_BR: Tensor | None,
+        rows: StepRows,
+        residual_BN: Tensor | None = None,
+    ) -> Tensor:
+        return self.products.linear(x_BK, group, u_BR, residual_BN, rows.numbers_B)
+
+    def swiglu(
+        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, rows: StepRows, activation: Activation
+    ) -> Tensor:
+        return self.products.swiglu(x_BK, group, u_BR, activation, rows.numbers_B)
+
     def added(self, h_BD: Tensor, x_BK: Tensor, group: LinearGroup, rows: StepRows) -> Tensor:
         """Return h + the group's product of x, normed and scaled as the family does; h may be overwritten."""
+        x_BK, u_BR = self._shrunk(x_BK, group, rows)
         if self._after is None and self._residual_scale == 1:
-            return self.products.linear(*self._shrunk(x_BK, group), h_BD)
-        return self.add_normed(h_BD, self.products.linear(*self._shrunk(x_BK, group), None), rows)
+            return self.linear(x_BK, group, u_BR, rows, h_BD)
+        return self.add_normed(h_BD, self.linear(x_BK, group, u_BR, rows), rows)
 
     def add_normed(self, h_BD: Tensor, y_BD: Tensor, rows: StepRows) -> Tensor:
         """Return h + y, normed and scaled as the family does; h is overwritten."""
@@ -142,15 +170,17 @@ class NormedProducts:
             y_BD = self._after.normed(y_BD, rows.noise_rows_B)
         return h_BD.add_(y_BD, alpha=self._residual_scale)
 
-    def _shrunk(self, x_BK: Tensor, group: LinearGroup) -> tuple[Tensor, LinearGroup, Tensor | None]:
-        """Return (x, group, u); x is copied if u must lie behind its rows and they have no free columns."""
+    def _shrunk(self, x_BK: Tensor, group: LinearGroup, rows: StepRows) -> tuple[Tensor, Tensor | None]:
+        """Return (x, u); x is copied if u must lie behind its rows and they have no free columns."""
+        if (numbers_B := rows.numbers_B) is not None and rows.bank is not None:
+            banked = group.banked(rows.bank)
+            return x_BK, self.shrink.shrink(x_BK, banked.a_SRK, 0.0, slots=banked.slots(numbers_B))
         if group.a is None or self.products.computes_lora_hidden(len(x_BK), group):
-            return x_BK, group, None
+            return x_BK, None
         if group.room == 0:
-            return x_BK, group, self.shrink.shrink(x_BK, group.a, group.scaling)
+            return x_BK, self.shrink.shrink(x_BK, group.a, group.scaling)
         if x_BK.stride(0) >= group.in_width + group.room:
-            u_BR = self.shrink.shrink(x_BK, group.a, group.scaling, out=group.behind(x_BK))
-            return x_BK, group, u_BR
+            return x_BK, self.shrink.shrink(x_BK, group.a, group.scaling, out=group.behind(x_BK))
         copy_BK, u_BR = group.empty_input(len(x_BK), x_BK)
         self.shrink.shrink(x_BK, group.a, group.scaling, out=u_BR, copy=copy_BK)
-        return copy_BK, group, u_BR
+        return copy_BK, u_BR

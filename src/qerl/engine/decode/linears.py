@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qerl.engine.decode.group_bank import GroupBank
 from qerl.kernels.linear.fp8_linear import fp8_product
 from qerl.kernels.linear.fused_linear import side_by_side
 from qerl.kernels.pointwise.matmul_fp32 import add_product
@@ -33,6 +34,7 @@ from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS
 from qerl.kernels.tiles.portable_product import PortableProduct
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
+from qerl.models.adapter_bank import AdapterBank
 from qerl.models.fused_weights import FusedBF16, fuse_fp8_weights, fuse_weights
 from qerl.models.linear import QuantLinear
 from qerl.models.packed_linear import tiles_of
@@ -54,11 +56,14 @@ class LinearGroup:
         self.scaling = max(linear.scaling for linear in linears)
         self.in_width = linears[0].in_width
         self.ends = torch.tensor([linear.out_width for linear in linears]).cumsum(0).tolist()
+        self.starts = () if self.is_interleaved else tuple(self.ends[:-1])
+        self._device = next(t for linear in linears for t in linear.tensors).device
+        self._order_N = swiglu_order(self.ends[0], self._device) if self.is_interleaved else None
         self.bias_N = self._stacked_bias()
         self.fp8 = fuse_fp8_weights(linears)
         fused = fuse_weights(linears) if self.tiles is None and self.fp8 is None else None
         self.wide_NC = fused.wide_NC if isinstance(fused, FusedBF16) else None
-        self._device = next(t for linear in linears for t in linear.tensors).device
+        self._banked: GroupBank | None = None
         self.a, self.b = self._stacked() if self.rank else (None, None)
 
     def publish(self) -> None:
@@ -70,11 +75,22 @@ class LinearGroup:
             if self.b is not None and b is not None:
                 self.b.copy_(b)
 
-    def adapter(self, u_BR: Tensor | None, follows_shrink: bool = False) -> PackedAdapter | None:
+    def adapter(
+        self, u_BR: Tensor | None, follows_shrink: bool = False, numbers_B: Tensor | None = None
+    ) -> PackedAdapter | None:
+        """Return the group's own adapter, or with numbers_B those of the bank's rows."""
+        if numbers_B is not None:
+            assert self._banked is not None and u_BR is not None
+            return self._banked.adapter(numbers_B, u_BR, follows_shrink)
         if self.a is None or self.b is None:
             return None
-        starts = () if self.is_interleaved else tuple(self.ends[:-1])
-        return PackedAdapter(self.a, self.b, self.scaling, starts, u_BR, follows_shrink)
+        return PackedAdapter(self.a, self.b, self.scaling, self.starts, u_BR, follows_shrink)
+
+    def banked(self, bank: AdapterBank) -> GroupBank:
+        """Return the bank's adapters of this group, which the caller updates."""
+        if self._banked is None or self._banked.bank is not bank:
+            self._banked = GroupBank(self.linears, bank, self.starts, self._order_N)
+        return self._banked
 
     @property
     def room(self) -> int:
@@ -100,10 +116,11 @@ class LinearGroup:
         a_parts, b_parts = zip(*(self._working(linear) for linear in self.linears), strict=True)
         if self.tiles is None:
             return torch.cat(a_parts), torch.block_diag(*b_parts) if self.wide_NC is None else None
-        b_NR = torch.cat(b_parts)
-        if self.is_interleaved:
-            b_NR = b_NR[swiglu_order(len(b_parts[0]), b_NR.device)]
-        return torch.cat(a_parts), b_NR
+        return torch.cat(a_parts), self._in_order(torch.cat(b_parts))
+
+    def _in_order(self, rows_N: Tensor) -> Tensor:
+        """Return rows of the linears in the order of the packed ones."""
+        return rows_N if self._order_N is None else rows_N[self._order_N]
 
     def _working(self, linear: QuantLinear) -> tuple[Tensor, Tensor]:
         """Return (a, b) for the scaling and, in tiles, the rank of the group, which are the largest; of a
@@ -126,8 +143,7 @@ class LinearGroup:
             return None
         if self.tiles is None:
             return torch.cat(biases)
-        bias_N = torch.cat(biases).float()
-        return bias_N[swiglu_order(len(biases[0]), bias_N.device)] if self.is_interleaved else bias_N
+        return self._in_order(torch.cat(biases).float())
 
 
 class FusedLinears(Protocol):
@@ -136,13 +152,24 @@ class FusedLinears(Protocol):
         ...
 
     def linear(
-        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
+        self,
+        x_BK: Tensor,
+        group: LinearGroup,
+        u_BR: Tensor | None,
+        residual_BN: Tensor | None,
+        numbers_B: Tensor | None = None,
     ) -> Tensor:
-        """Return y_BN; it may be stored in the residual's memory."""
+        """Return y_BN; it may be stored in the residual's memory. numbers_B: of the rows' adapters in the
+        group's bank, of which u is; None: the group's own adapter."""
         ...
 
     def swiglu(
-        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, activation: Activation = "silu"
+        self,
+        x_BK: Tensor,
+        group: LinearGroup,
+        u_BR: Tensor | None,
+        activation: Activation = "silu",
+        numbers_B: Tensor | None = None,
     ) -> Tensor:
         """Return activation(gate) * up."""
         ...
@@ -171,9 +198,11 @@ class PackedLinears:
         }
         self._rows_at_once, self._is_portable = rows_at_once, is_portable
 
-    def _adapter(self, group: LinearGroup, u_BR: Tensor | None, x_BK: Tensor) -> PackedAdapter | None:
-        """Return the group's adapter. A single product follows u's launch; a portable one may overlap it."""
-        return group.adapter(u_BR, self._is_portable and len(x_BK) <= self._rows_at_once)
+    def _adapter(
+        self, group: LinearGroup, u_BR: Tensor | None, x_BK: Tensor, numbers_B: Tensor | None
+    ) -> PackedAdapter | None:
+        """Return the adapter. A single product follows u's launch; a portable one may overlap it."""
+        return group.adapter(u_BR, self._is_portable and len(x_BK) <= self._rows_at_once, numbers_B)
 
     def computes_lora_hidden(self, rows: int, group: LinearGroup) -> bool:
         assert group.tiles is not None
@@ -184,28 +213,38 @@ class PackedLinears:
         return rank_rows > 0 and kernel.computes_lora_hidden(rows, group.ends[-1], group.in_width, rank_rows)
 
     def linear(
-        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
+        self,
+        x_BK: Tensor,
+        group: LinearGroup,
+        u_BR: Tensor | None,
+        residual_BN: Tensor | None,
+        numbers_B: Tensor | None = None,
     ) -> Tensor:
         assert group.tiles is not None
         kernel, operands = self._kernels[group.tiles.layout], (group.tiles.tiles, group.tiles.factors_N)
 
-        def product(x: Tensor, u: Tensor | None, residual: Tensor | None) -> Tensor:
-            adapter = self._adapter(group, u, x_BK)
+        def product(x: Tensor, u: Tensor | None, numbers: Tensor | None, residual: Tensor | None) -> Tensor:
+            adapter = self._adapter(group, u, x_BK, numbers)
             return kernel.linear(x, *operands, adapter=adapter, bias_N=group.bias_N, residual_MN=residual)
 
-        return self._by_slices(product, x_BK, u_BR, residual_BN)
+        return self._by_slices(product, x_BK, u_BR, numbers_B, residual_BN)
 
     def swiglu(
-        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, activation: Activation = "silu"
+        self,
+        x_BK: Tensor,
+        group: LinearGroup,
+        u_BR: Tensor | None,
+        activation: Activation = "silu",
+        numbers_B: Tensor | None = None,
     ) -> Tensor:
         assert group.tiles is not None
         kernel, operands = self._kernels[group.tiles.layout], (group.tiles.tiles, group.tiles.factors_N)
 
-        def product(x: Tensor, u: Tensor | None) -> Tensor:
-            adapter = self._adapter(group, u, x_BK)
+        def product(x: Tensor, u: Tensor | None, numbers: Tensor | None) -> Tensor:
+            adapter = self._adapter(group, u, x_BK, numbers)
             return kernel.swiglu(x, *operands, adapter=adapter, bias_N=group.bias_N, activation=activation)
 
-        return self._by_slices(product, x_BK, u_BR)
+        return self._by_slices(product, x_BK, u_BR, numbers_B)
 
     def _by_slices(self, product: Callable[..., Tensor], x_BK: Tensor, *others: Tensor | None) -> Tensor:
         if len(x_BK) <= self._rows_at_once:
@@ -226,8 +265,14 @@ class TorchLinears:
         return False
 
     def linear(
-        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
+        self,
+        x_BK: Tensor,
+        group: LinearGroup,
+        u_BR: Tensor | None,
+        residual_BN: Tensor | None,
+        numbers_B: Tensor | None = None,
     ) -> Tensor:
+        assert numbers_B is None  # bank_obstacle
         if group.wide_NC is not None:
             x_BC = x_BK if u_BR is None else side_by_side((x_BK, u_BR))
             w_NC = group.wide_NC[:, : x_BC.shape[1]]
@@ -242,9 +287,14 @@ class TorchLinears:
         return residual_BN if u_BR is None or group.b is None else add_product(residual_BN, u_BR, group.b.T)
 
     def swiglu(
-        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, activation: Activation = "silu"
+        self,
+        x_BK: Tensor,
+        group: LinearGroup,
+        u_BR: Tensor | None,
+        activation: Activation = "silu",
+        numbers_B: Tensor | None = None,
     ) -> Tensor:
-        gate_BF, up_BF = self.linear(x_BK, group, u_BR, None).chunk(2, dim=-1)
+        gate_BF, up_BF = self.linear(x_BK, group, u_BR, None, numbers_B).chunk(2, dim=-1)
         return gated(gate_BF, up_BF, activation, room=self._swiglu_room)
 
     def _frozen(self, x_BK: Tensor, group: LinearGroup) -> Tensor:

@@ -38,5 +38,5 @@ class _MLPStep:
     def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
         products = self._products
         x_BD, u = products.normed(h_BD, self._before, self._gate_up, rows)
-        y_BF = products.products.swiglu(x_BD, self._gate_up, u, self._activation)
+        y_BF = products.swiglu(x_BD, self._gate_up, u, rows, self._activation)
         return products.added(h_BD, y_BF, self._down, rows)

@@ -1,6 +1,7 @@
 """Choose the forward pass and the sampler of decode steps, and keep the runners of earlier calls.
 
-    forward   KernelForward where kernels of `engine.kernels` support the decoder, else TorchForward
+    forward   KernelForward where kernels of `engine.kernels` support the decoder, and adapters by row if it
+              has them, else TorchForward
     sampler   FusedSampler with it, if tokens are drawn by temperature alone, else TorchSampler;
               RowSampler for a LiveBatch
 
@@ -39,6 +40,7 @@ from qerl.kernels.runtime.compile_tally import CompileReport
 from qerl.kernels.runtime.nvrtc import KernelVariant
 from qerl.kernels.tiles.lora_shrink import LoraShrink
 from qerl.kernels.tiles.lora_shrink_portable import PortableLoraShrink
+from qerl.models.adapter_bank import AdapterBank
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels, choose_kernels
@@ -81,15 +83,15 @@ class RunnerCache:
             self._min_rows, self._rows = self._exact_rows()
         self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(decoder.device)
         self._head: HeadSample | None = None
-        self._forward: DecodeForward | None = None
+        self._forwards: dict[bool, DecodeForward] = {}
         self._max_pages = 0
         self.expected_pages = 0
         """Pages of the longest sequence that is expected in later calls: no table is narrower."""
-        self._runners: dict[Sampling | None, DecodeRunner] = {}
+        self._runners: dict[tuple[Sampling | None, AdapterBank | None], DecodeRunner] = {}
         self._teacher_forcing: TeacherForcing | None = None
         self.compiled: CompileReport | None = None
         """The kernels compiled before the first step; None if none were, as with PyTorch's operations."""
-        self._compiler: BackgroundCompiler | None = None
+        self._compilers: dict[bool, BackgroundCompiler] = {}
         self._pool: Any = None
         self._compile_s = 0.0
 
@@ -97,17 +99,32 @@ class RunnerCache:
         """Return the runner for sequences of up to max_pages pages of this cache, at first of num_first
         samples; without sampling parameters every row has its own."""
         runner = self._runner(cache, sampling, max_pages)
-        if self._is_fast and self.compiled is None:
+        has_bank = self._decoder.adapter_bank is not None
+        if self._uses_kernels and has_bank not in self._compilers:
             start_s = time.perf_counter()
-            self.compiled, self._compiler = runner.compile_ahead(num_first, self.max_rows)
+            report, self._compilers[has_bank] = runner.compile_ahead(num_first, self.max_rows)
+            self.compiled = self.compiled or report
             self._compile_s += time.perf_counter() - start_s
         runner.discard_unread()
         return runner
 
+    def bank_obstacle(self, bank: AdapterBank) -> str | None:
+        """Return why decode steps with adapters of this bank use PyTorch operations; None if they use the
+        kernels."""
+        if self.obstacle is None and self._config.exact:
+            return "adapters by row have no exact mode"
+        return self.obstacle or KernelForward.bank_obstacle(self._decoder, bank)
+
+    @property
+    def _uses_kernels(self) -> bool:
+        """True if steps of the decoder, with the bank that it has now, use the kernels."""
+        bank = self._decoder.adapter_bank
+        return self._is_fast and (bank is None or self.bank_obstacle(bank) is None)
+
     def wait_compiled(self) -> None:
         """Return when the kernels of other numbers of rows are compiled, too."""
-        if self._compiler is not None:
-            self._compiler.wait()
+        for compiler in self._compilers.values():
+            compiler.wait()
 
     def variants(self, cache: KVCache, sampling: Sampling, max_pages: int) -> list[KernelVariant]:
         """Return the kernels that `of` compiles, now or in the background; none with PyTorch's operations."""
@@ -119,13 +136,17 @@ class RunnerCache:
         if max_pages > self._max_pages:
             self.clear()
             self._max_pages = self._table_pages(max_pages)
-        if self._forward is None:
-            self._forward = self._make_forward()(self._decoder, cache, self._rows, self._max_pages)
-        key = sampling and dataclasses.replace(sampling, max_tokens=1, stop=())  # which a runner never sees
+        if (is_fast := self._uses_kernels) not in self._forwards:
+            make = self._make_forward(is_fast)
+            self._forwards[is_fast] = make(self._decoder, cache, self._rows, self._max_pages)
+        sampling = sampling and dataclasses.replace(
+            sampling, max_tokens=1, stop=()
+        )  # a runner never sees them
+        key = sampling, self._decoder.adapter_bank  # whose tensors graphs point to
         if key not in self._runners:
             while len(self._runners) >= _MAX_RUNNERS:
                 del self._runners[next(iter(self._runners))]
-            self._runners[key] = self._make_runner(key, self._forward)
+            self._runners[key] = self._make_runner(sampling, self._forwards[is_fast], is_fast)
         return self._runners[key]
 
     def _table_pages(self, max_pages: int) -> int:
@@ -142,10 +163,10 @@ class RunnerCache:
 
     def teacher_forcing(self) -> TeacherForcing:
         """Return teacher forcing for the same sequences as the latest `of`."""
-        assert self._config.exact and self._forward is not None
+        assert self._config.exact and self._forwards
         if self._teacher_forcing is None:
             self._teacher_forcing = TeacherForcing(
-                self._forward,
+                self._forwards[self._uses_kernels],
                 rows=self._rows,
                 max_pages=self._max_pages,
                 page_tokens=self._config.block_size,
@@ -157,15 +178,16 @@ class RunnerCache:
 
     def clear(self) -> None:
         self._runners.clear()
-        self._forward = self._teacher_forcing = None
+        self._forwards.clear()
+        self._teacher_forcing = None
         # freed with its last graph
         self._pool = torch.cuda.graph_pool_handle() if self._decoder.device.type == "cuda" else None
 
     def publish(self) -> None:
-        if self._forward is not None:
-            self._forward.publish()
+        for forward in self._forwards.values():
+            forward.publish()
 
-    def _make_runner(self, sampling: Sampling | None, forward: DecodeForward) -> DecodeRunner:
+    def _make_runner(self, sampling: Sampling | None, forward: DecodeForward, is_fast: bool) -> DecodeRunner:
         config, device = self._config, self._decoder.device
         return DecodeRunner(
             forward,
@@ -177,12 +199,12 @@ class RunnerCache:
             min_rows=self._min_rows,
             device=device,
             pool=self._pool,
-            min_graph_rows=min_graph_rows(self._decoder.architecture, is_fast=self._is_fast),
+            min_graph_rows=min_graph_rows(self._decoder.architecture, is_fast=is_fast),
         )
 
-    def _make_forward(self) -> Callable[..., DecodeForward]:
+    def _make_forward(self, is_fast: bool) -> Callable[..., DecodeForward]:
         exact = self._config.exact
-        if not self._is_fast:
+        if not is_fast:
             one_order = functools.partial(TorchForward, decode=chunked_decode, expert_rows=_WHOLE_ROWS)
             return one_order if exact else TorchForward
         is_portable, weights = self.kernels == "portable", [x.weight for _, x in self._decoder.linears()]

@@ -1,5 +1,5 @@
 // x[m, k] = bf16(h[m, k] / sqrt(mean_k(h[m]^2) + eps) * (weight[k] + noise[k])), or x = h; with TABLE noise[noise_rows[m], k]
-// u[m, r] = bf16(scaling * sum_k x[m, k] a[r, k])
+// u[m, r] = bf16(scaling * sum_k x[m, k] a[r, k]); with SLOTS a = a[slots[m]], scaling = scalings[slots[m]]
 //
 // A cluster of CLUSTER CTAs computes ROW_TILES * 16 rows of a for TOKEN_TILES * 8 tokens. Its CTAs, and the WARPS of each, split k.
 // A thread requests everything it needs at once and keeps it in registers: a and the norm's weight before griddepcontrol.wait (no
@@ -8,7 +8,9 @@
 // per tile, 3584 k and 32 rows a CTA uses 80 registers per thread, 64 without the norm, and 13 KB of shared memory. So it can start,
 // and load a, beside the previous GEMM, and the next GEMM can start beside it.
 //
-// Compile-time: NORM, TABLE, TOKEN_TILES, ROW_TILES (0: the norm alone), UNITS of 32 k per warp, WARPS, CLUSTER.
+// With SLOTS a cluster is for one slot, and ends at once if no token of its tile has it. Every token has a slot, whose clusters write its x.
+//
+// Compile-time: NORM, TABLE, SLOTS, TOKEN_TILES, ROW_TILES (0: the norm alone), UNITS of 32 k per warp, WARPS, CLUSTER.
 #include "lora_shrink.cuh"
 #include "mbarrier.cuh"
 
@@ -17,7 +19,7 @@
 #define THREADS (WARPS * 32)
 // CTAs per multiprocessor. This limits a thread to 64 registers (80 with the norm), where that spills almost nothing: the kernel can
 // then start beside a GEMM.
-#define MIN_CTAS (TOKEN_TILES == 1 && UNITS * (1 + NORM) <= 5 ? 4 - NORM : 1)
+#define MIN_CTAS (TOKEN_TILES == 1 && UNITS * (1 + NORM) <= 5 ? 4 - (NORM || SLOTS) : 1)
 
 // Wait for the first and only phase, which other CTAs of the cluster complete.
 __device__ __forceinline__ void mbar_wait_cluster(u32 bar) {
@@ -108,7 +110,8 @@ struct Products {
 };
 
 // Add the sums of the warps, then of the CTAs. Each CTA writes an equal share of the cluster's tile of u.
-__device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES][4], Products& s, u32 bar, u32 rank, int m0, int row0, const Operands& o) {
+__device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES][4], Products& s, u32 bar, u32 rank, int m0, int row0, int slot,
+                                       const Operands& o) {
   constexpr int SHARE = TOKENS * ROWS / CLUSTER;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -130,7 +133,7 @@ __device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES
 #pragma unroll
     for (int c = 0; c < CLUSTER; c++) sum += s.of_cta[c][i];
     const int at = rank * SHARE + i, m = m0 + at / ROWS, row = row0 + at % ROWS;
-    if (m < o.M && row < o.rows) o.u[(size_t)m * o.u_stride + row] = (u16)pack2(o.scaling * sum, 0.f);
+    if (is_own(o, m, slot) && row < o.rows) o.u[(size_t)m * o.u_stride + row] = (u16)pack2(scaling_of(o, slot) * sum, 0.f);
   }
 }
 #endif
@@ -141,7 +144,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) shrink(const __g
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 rank = blockIdx.x % CLUSTER;
   const int row_tiles = ROW_TILES ? (o.rows + ROWS - 1) / (ROWS + !ROW_TILES) : 1, tile = blockIdx.x / CLUSTER;
-  const int row_tile = tile % row_tiles, m0 = tile / row_tiles * TOKENS;
+#if SLOTS
+  const int token_tiles = (o.M + TOKENS - 1) / TOKENS, slot = tile / (row_tiles * token_tiles);
+  const int row_tile = tile % row_tiles, m0 = tile / row_tiles % token_tiles * TOKENS;
+  if (!has_slot(o, slot, m0, TOKENS)) return;  // all CTAs of the cluster
+#else
+  const int slot = 0, row_tile = tile % row_tiles, m0 = tile / row_tiles * TOKENS;
+#endif
   if (threadIdx.x == 0) {
     mbar_init(square_bar, 1), mbar_expect(square_bar, CLUSTER * TOKENS * 4);
     mbar_init(product_bar, 1), mbar_expect(product_bar, TOKENS * ROWS * 4);
@@ -163,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) shrink(const __g
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
-      for (int j = 0; j < 2; j++) a[i][r][j] = load_constant(o.a + (size_t)min(row0 + r * 16 + j * 8 + g, o.rows - 1) * o.K + k[i]);
+      for (int j = 0; j < 2; j++) a[i][r][j] = load_constant(o.a + (size_t)(slot * o.rows + min(row0 + r * 16 + j * 8 + g, o.rows - 1)) * o.K + k[i]);
 #endif
 #if NORM
   LoadedWeights loaded;
@@ -217,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) shrink(const __g
       h[i][n][0] = make_uint4(pack2(a.x * inverse[n] * w[0], a.y * inverse[n] * w[1]), pack2(a.z * inverse[n] * w[2], a.w * inverse[n] * w[3]),
                               pack2(b.x * inverse[n] * w[4], b.y * inverse[n] * w[5]), pack2(b.z * inverse[n] * w[6], b.w * inverse[n] * w[7]));
       const int unit = first + i * WARPS + warp, m = m0 + n * 8 + g;
-      if (unit % row_tiles == row_tile && unit < end && m < o.M) *(uint4*)(o.x + (size_t)m * o.x_stride + k[i]) = h[i][n][0];
+      if (unit % row_tiles == row_tile && unit < end && is_own(o, m, slot)) *(uint4*)(o.x + (size_t)m * o.x_stride + k[i]) = h[i][n][0];
     }
   }
 #else
@@ -227,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) shrink(const __g
 #pragma unroll
       for (int n = 0; n < TOKEN_TILES; n++) {
         const int unit = first + i * WARPS + warp, m = m0 + n * 8 + g;
-        if (unit % row_tiles == row_tile && unit < end && m < o.M) *(uint4*)(o.x + (size_t)m * o.x_stride + k[i]) = h[i][n][0];
+        if (unit % row_tiles == row_tile && unit < end && is_own(o, m, slot)) *(uint4*)(o.x + (size_t)m * o.x_stride + k[i]) = h[i][n][0];
       }
   }
 #endif
@@ -240,6 +249,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) shrink(const __g
     for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++) multiply_unit(acc[n][r], acc[n][r], a[i][r][0], a[i][r][1], h[i][n][0]);
-  reduce(acc, products, product_bar, rank, m0, row0, o);
+  reduce(acc, products, product_bar, rank, m0, row0, slot, o);
 #endif
 }

@@ -5,7 +5,8 @@
 
 M tokens (1 to 256), K input features (a multiple of 64), R rows of all adapters that read x, stacked (a
 multiple of 16, up to 384). h, weight and noise are fp32; x, a and u are bfloat16; sums are fp32, of the
-rounded x. The noise is a vector [K], or with rows_M a table with one row index per token.
+rounded x. The noise is a vector [K], or with rows_M a table with one row index per token. With slots a has
+those of several slots, [S, R, K] (row_slots.py).
 
 A cluster of CTAs splits K and adds its sums through distributed shared memory. The split depends on K alone,
 and a token's sums never mix with another token's, so its row is bitwise the same at any M
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from qerl.kernels.pointwise.rms_norm import check_noise
 from qerl.kernels.runtime.nvrtc import addresses, cached_method, compiled
+from qerl.kernels.tiles.row_slots import RowSlots
 
 CASES = (
     (1, 896, 16),
@@ -102,7 +104,7 @@ class LoraShrink:
         _check(table_VD, (v, d), torch.bfloat16)
         assert table_VD.is_contiguous()
         h_BD = torch.empty(b, d, dtype=torch.float32, device=tokens_B.device)
-        embed = self._kernel("embed", False, False, ShrinkTile(8, 0), Split(1, 1))
+        embed = self._kernel("embed", False, False, ShrinkTile(8, 0), Split(1, 1), False)
         embed.launch(grid=b, block_threads=256, parameters=(tokens_B, table_VD, h_BD, v, d // 4))
         return h_BD
 
@@ -117,7 +119,7 @@ class LoraShrink:
     ) -> Tensor:
         """Return x_MD."""
         x_MD = torch.empty(h_MD.shape, dtype=torch.bfloat16, device=h_MD.device)
-        self._launch(h_MD, weight_D, noise, rows_M, eps, None, 0.0, x_MD, None)
+        self._launch(h_MD, weight_D, noise, rows_M, eps, None, 0.0, x_MD, None, None)
         return x_MD
 
     def norm_shrink(
@@ -131,11 +133,13 @@ class LoraShrink:
         *,
         rows_M: Tensor | None = None,
         out: tuple[Tensor, Tensor] | None = None,
+        slots: RowSlots | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (x_MD, u_MR). The rows of `out` may lie apart, as in the halves of one tensor [x | u]."""
+        """Return (x_MD, u_MR). The rows of `out` may lie apart, as in the halves of one tensor [x | u].
+        slots: a is [S, R, D], and scaling is not read."""
         x_MD = _output(h_MD.shape, h_MD.device, None if out is None else out[0])
-        u_MR = _output((h_MD.shape[0], a_RD.shape[0]), h_MD.device, None if out is None else out[1])
-        self._launch(h_MD, weight_D, noise, rows_M, eps, a_RD, scaling, x_MD, u_MR)
+        u_MR = _output((h_MD.shape[0], a_RD.shape[-2]), h_MD.device, None if out is None else out[1])
+        self._launch(h_MD, weight_D, noise, rows_M, eps, a_RD, scaling, x_MD, u_MR, slots)
         return x_MD, u_MR
 
     def shrink(
@@ -146,39 +150,42 @@ class LoraShrink:
         *,
         out: Tensor | None = None,
         copy: Tensor | None = None,
+        slots: RowSlots | None = None,
     ) -> Tensor:
-        """Return u_MR of a given x; `copy`, if given, is filled with x."""
-        u_MR = _output((x_MK.shape[0], a_RK.shape[0]), x_MK.device, out)
+        """Return u_MR of a given x; `copy`, if given, is filled with x. slots: as for norm_shrink."""
+        u_MR = _output((x_MK.shape[0], a_RK.shape[-2]), x_MK.device, out)
         if copy is not None:
             _check(copy, x_MK.shape, torch.bfloat16)
-        self._launch(x_MK, None, None, None, 0.0, a_RK, scaling, copy, u_MR)
+        self._launch(x_MK, None, None, None, 0.0, a_RK, scaling, copy, u_MR, slots)
         return u_MR
 
-    def _launch(self, h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR) -> None:
-        operands = pack_operands(h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR)
-        (m, k), rows = h_MK.shape, 0 if a_RK is None else len(a_RK)
+    def _launch(self, h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR, slots) -> None:
+        operands = pack_operands(h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR, slots)
+        (m, k), rows = h_MK.shape, 0 if a_RK is None else a_RK.shape[-2]
         split, tile = choose_split(k), choose_tile(m, k, rows)
-        kernel = self._kernel("shrink", weight_K is not None, rows_M is not None, tile, split)
-        kernel.launch(
-            grid=tile.clusters(m, rows) * split.cluster, block_threads=32 * WARPS, parameters=(operands,)
-        )
+        has = weight_K is not None, rows_M is not None
+        kernel = self._kernel("shrink", *has, tile, split, slots is not None)
+        clusters = tile.clusters(m, rows) * (1 if slots is None else len(a_RK))
+        kernel.launch(grid=clusters * split.cluster, block_threads=32 * WARPS, parameters=(operands,))
 
-    def _compile(self, name: str, has_norm: bool, has_table: bool, tile: ShrinkTile, split: Split):
-        defines = {"NORM": int(has_norm), "TABLE": int(has_table), **shrink_defines(tile, split)}
+    def _compile(
+        self, name: str, has_norm: bool, has_table: bool, tile: ShrinkTile, split: Split, has_slots: bool
+    ):
+        defines = {"NORM": int(has_norm), "TABLE": int(has_table)} | shrink_defines(tile, split, has_slots)
         return compiled("lora_shrink.cu", name, self._device, defines, cluster=split.cluster)
 
 
-def shrink_defines(tile: ShrinkTile, split: Split) -> dict[str, int]:
+def shrink_defines(tile: ShrinkTile, split: Split, has_slots: bool) -> dict[str, int]:
     return {
         "TOKEN_TILES": tile.tokens // 8,
         "ROW_TILES": tile.rows // 16,
         "UNITS": split.units,
         "WARPS": WARPS,
         "CLUSTER": split.cluster,
-    }
+    } | ({"SLOTS": 1} if has_slots else {})
 
 
-def pack_operands(h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR) -> bytes:
+def pack_operands(h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR, slots) -> bytes:
     """Return the kernels' `Operands` (lora_shrink.cuh) after checking the tensors."""
     m, k = h_MK.shape
     _check(h_MK, (m, k), torch.bfloat16 if weight_K is None else torch.float32)
@@ -187,12 +194,16 @@ def pack_operands(h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR)
     check_noise(noise, rows_M, m, k)
     rows = 0
     if a_RK is not None:
-        rows = a_RK.shape[0]
-        _check(a_RK, (rows, k), torch.bfloat16)
+        rows = a_RK.shape[-2]
+        _check(a_RK, (rows, k) if slots is None else (len(a_RK), rows, k), torch.bfloat16)
         assert a_RK.is_contiguous()
-    pointers = addresses(h_MK, weight_K, noise, rows_M, a_RK, x_MK, u_MR)
+    by_slot = (None, None)
+    if slots is not None:
+        slots.check(m, len(a_RK))
+        by_slot = slots.slots_M, slots.scalings_S
+    pointers = addresses(h_MK, weight_K, noise, rows_M, *by_slot, a_RK, x_MK, u_MR)
     strides = (0 if t is None else t.stride(0) for t in (h_MK, x_MK, u_MR))
-    return struct.pack("7Q6i2f", *pointers, m, k, rows, *strides, eps, scaling)
+    return struct.pack("9Q6i2f", *pointers, m, k, rows, *strides, eps, scaling)
 
 
 def _ceil(a: int, b: int) -> int:

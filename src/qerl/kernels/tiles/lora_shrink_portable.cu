@@ -4,7 +4,7 @@
 // warps and stores them in `partials`; the CTA that arrives last adds them in the order of k. No CTA waits for another, so any
 // number of them may run at once, and no result depends on which is last.
 //
-// Compile-time: TABLE, TOKEN_TILES, ROW_TILES, UNITS of 32 k per warp, WARPS, CLUSTER.
+// Compile-time: TABLE, SLOTS (as lora_shrink.cu), TOKEN_TILES, ROW_TILES, UNITS of 32 k per warp, WARPS, CLUSTER.
 #include "lora_shrink.cuh"
 
 #define TOKENS (TOKEN_TILES * 8)
@@ -97,7 +97,7 @@ __device__ __forceinline__ bool is_last_to_arrive(u32* turn) {
 
 // Add the sums of the warps, then of the tile's CTAs, and write u.
 __device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES][4], float* partials, u32* turn, int rank, int m0, int row0,
-                                       const Operands& o) {
+                                       int slot, const Operands& o) {
   __shared__ __align__(16) float of_warp[WARPS][TOKENS][ROWS + 4];  // 4 more, so that the lanes of a warp write to different banks
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -119,17 +119,24 @@ __device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES
 #pragma unroll
     for (int c = 0; c < CLUSTER; c++) sum = add4(sum, __ldcg((const float4*)(partials + c * (TOKENS * ROWS) + at)));
     const int m = m0 + at / ROWS, row = row0 + at % ROWS;
-    if (m < o.M && row < o.rows)
+    const float scaling = scaling_of(o, slot);
+    if (is_own(o, m, slot) && row < o.rows)
       *(uint2*)(o.u + (size_t)m * o.u_stride + row) =
-          make_uint2(pack2(o.scaling * sum.x, o.scaling * sum.y), pack2(o.scaling * sum.z, o.scaling * sum.w));
+          make_uint2(pack2(scaling * sum.x, scaling * sum.y), pack2(scaling * sum.z, scaling * sum.w));
   }
 }
 
-// partials: [tiles, CLUSTER, TOKENS, ROWS]; turns: [tiles], zeros before and after a launch.
+// partials: [tiles of all slots, CLUSTER, TOKENS, ROWS]; turns: [tiles of all slots], zeros before and after a launch.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) shrink(const __grid_constant__ Operands o, float* partials, u32* turns) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER, row_tiles = (o.rows + ROWS - 1) / ROWS;
-  const int row_tile = tile % row_tiles, m0 = tile / row_tiles * TOKENS, row0 = row_tile * ROWS;
+#if SLOTS
+  const int token_tiles = (o.M + TOKENS - 1) / TOKENS, slot = tile / (row_tiles * token_tiles);
+  const int row_tile = tile % row_tiles, m0 = tile / row_tiles % token_tiles * TOKENS, row0 = row_tile * ROWS;
+  if (!has_slot(o, slot, m0, TOKENS)) return;  // all CTAs of the tile
+#else
+  const int slot = 0, row_tile = tile % row_tiles, m0 = tile / row_tiles * TOKENS, row0 = row_tile * ROWS;
+#endif
   // Loads past an end are clamped to valid addresses: past k, x is set to 0; past the tokens or rows, the product is not used.
   const int units = o.K / 32, first = units * rank / CLUSTER, end = units * (rank + 1) / CLUSTER;
   int k[UNITS];
@@ -141,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) shrink(const __grid_con
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
-      for (int j = 0; j < 2; j++) a[i][r][j] = load_constant(o.a + (size_t)min(row0 + r * 16 + j * 8 + g, o.rows - 1) * o.K + k[i]);
+      for (int j = 0; j < 2; j++) a[i][r][j] = load_constant(o.a + (size_t)(slot * o.rows + min(row0 + r * 16 + j * 8 + g, o.rows - 1)) * o.K + k[i]);
   grid_dependency_wait();
   launch_dependents();  // after the wait: a product that reads u late (portable_product.cu) then knows that x is there
   uint4 x[UNITS][TOKEN_TILES];  // eight k
@@ -158,10 +165,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) shrink(const __grid_con
     for (int n = 0; n < TOKEN_TILES; n++) {
       const uint4 v = x[i][n];
       const int m = m0 + n * 8 + g;
-      if (o.x && unit % row_tiles == row_tile && m < o.M) *(uint4*)(o.x + (size_t)m * o.x_stride + k[i]) = v;
+      if (o.x && unit % row_tiles == row_tile && is_own(o, m, slot)) *(uint4*)(o.x + (size_t)m * o.x_stride + k[i]) = v;
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++) multiply_unit(acc[n][r], acc[n][r], a[i][r][0], a[i][r][1], v);
     }
   }
-  reduce(acc, partials + (size_t)tile * (CLUSTER * TOKENS * ROWS), turns + tile, rank, m0, row0, o);
+  reduce(acc, partials + (size_t)tile * (CLUSTER * TOKENS * ROWS), turns + tile, rank, m0, row0, slot, o);
 }

@@ -160,12 +160,13 @@ class NVFP4Decode(PackedProduct[Tile]):
         split = tile.splits_sums(m, n, k, self._num_sms)
         computes_lora_hidden = adapter is not None and adapter.lora_hidden is None
         u_bytes, beside = 0, None
-        if adapter is not None and self._shares_lora_hidden(m, n * k, swiglu > 0):
+        has_slots = adapter is not None and adapter.slots is not None
+        if adapter is not None and not has_slots and self._shares_lora_hidden(m, n * k, swiglu > 0):
             u_bytes = shared_u_bytes(tile, m, len(adapter.a))
             beside = tile.with_room_for(u_bytes)
         tile, u_bytes = (tile, 0) if beside is None else (beside, u_bytes)
         given_u = int(rank > 0 and not computes_lora_hidden)
-        kernel = self._kernel(tile, rank, swiglu, int(split), given_u, u_bytes)
+        kernel = self._kernel(tile, rank, swiglu, int(split), given_u, u_bytes, has_slots)
         kernel.launch(
             grid=grid,
             block_threads=tile.threads(computes_lora_hidden or u_bytes > 0),
@@ -192,7 +193,9 @@ class NVFP4Decode(PackedProduct[Tile]):
         pointers = addresses(adapter.a, self.partials, self._u, self._turns)
         return struct.pack("4Qfi", *pointers, adapter.scaling, rows)
 
-    def _compile(self, tile: Tile, rank: int, swiglu: int, split: int, given_u: int, u_bytes: int):
+    def _compile(
+        self, tile: Tile, rank: int, swiglu: int, split: int, given_u: int, u_bytes: int, has_slots: bool
+    ):
         defines = {
             "MT": tile.tokens,
             "WG": tile.warpgroups,
@@ -206,7 +209,7 @@ class NVFP4Decode(PackedProduct[Tile]):
             "U_WORDS": _U_WORDS,
             "GIVEN_U": given_u,
             "U_BYTES": u_bytes,
-        }
+        } | ({"SLOTS": 1} if has_slots else {})
         shared_bytes = tile.shared_bytes + u_bytes
         return compiled("nvfp4_decode.cu", "nvfp4_decode", self._device, defines, shared_bytes=shared_bytes)
 

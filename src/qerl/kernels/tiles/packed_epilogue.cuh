@@ -1,12 +1,17 @@
 // The end of a packed product: y = alpha * sums + u B^T + bias + residual, or silu(gate) * up of it, from the sums of a warp's 16 rows.
 //
 // A lane holds rows g and g + 8 of tokens 2 t and 2 t + 1 of each group of 8: the result layout of mma.sync and of a warp of wgmma.
-// Compile-time: RANK of the adapter or 0, SWIGLU, GIVEN_U. If given: GATE, the function of the gate: 2 gelu, 3 its tanh form.
+// With SLOTS a token's adapter is b[slots[m]]; the products with others add zeros, so its bits are those of its adapter alone.
+//
+// Compile-time: RANK of the adapter or 0, SWIGLU, GIVEN_U. If given: SLOTS, with GIVEN_U; GATE, the function of the gate: 2 gelu, 3 its tanh form.
 #pragma once
 #include "bfloat16.cuh"
 #include "mma.cuh"
 #include "workspace.cuh"
 
+#ifndef SLOTS
+#define SLOTS 0
+#endif
 #ifndef EARLY_LOADS  // also stores; Hopper's kernel gained nothing
 #define EARLY_LOADS 0
 #endif
@@ -100,6 +105,7 @@ struct Epilogue {
   const u16* lora_b;
   const float* residual;
   void* y;  // in fp32 with a residual, else in bfloat16
+  const int* slots;  // [M] with SLOTS; slot 0 has no adapter
   int M, N, group1, group2;
 };
 
@@ -116,12 +122,26 @@ __device__ __forceinline__ void add_words(float (&acc)[4], const Words& low, con
         SWIGLU && !part ? 0 : high.at[i + 1], u.at[i], u.at[i + 1]);
 }
 
-// Add u B^T, after waiting for u. A thread loads neighboring k of both operands at once: both use the same order of k.
+#if SLOTS
+// At the end of a tile of 256 tokens with SWIGLU 432 bytes of a thread do not fit its registers, of 128 tokens 56.
+__device__ __forceinline__ int slot_of(const Epilogue& e, int m) { return __ldg(e.slots + min(m, e.M - 1)); }
+// The slots of a warp's tokens, as bits.
 template <int COUNT>
-__device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
+__device__ __forceinline__ u32 slots_of(const Epilogue& e, int m0, int g) {
+  u32 bits = 0;
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) bits |= 1u << slot_of(e, m0 + n * 8 + g);
+  return __reduce_or_sync(ALL_LANES, bits);
+}
+#endif
+
+// Add u B^T, after waiting for u. A thread loads neighboring k of both operands at once: both use the same order of k. With SLOTS B is that
+// of the slot, and u of tokens with another one is 0.
+template <int COUNT>
+__device__ __forceinline__ void add_adapter(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int slot, int row0, int m0, int g, int t) {
   constexpr int TOKENS = together(COUNT), PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
   const int width = u_width(e), offset = u_offset(e, row0);
-  const u16* b = e.lora_b + (size_t)(row0 + g) * RANK + 2 * LANE_WORDS * t;
+  const u16* b = e.lora_b + ((size_t)slot * e.N + row0 + g) * RANK + 2 * LANE_WORDS * t;
 #pragma unroll
   for (int k = 0; k < RANK; k += 8 * LANE_WORDS) {
     const Words low = *(const Words*)(b + k), high = *(const Words*)(b + 8 * RANK + k);
@@ -131,6 +151,14 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
       for (int n0 = 0; n0 < COUNT; n0 += TOKENS) {
         Words um[PARTS][TOKENS];
         wait_u(u + (offset + part0 * RANK + k) / 2 + LANE_WORDS * t, width, m0 + n0 * 8 + g, e.M, min(TOKENS, COUNT - n0), um);
+#if SLOTS
+#pragma unroll
+        for (int n = 0; n < min(TOKENS, COUNT - n0); n++) {
+          const bool is_own = slot_of(e, m0 + (n0 + n) * 8 + g) == slot;
+#pragma unroll
+          for (int i = 0; i < PARTS * LANE_WORDS; i++) um[i / LANE_WORDS][n].at[i % LANE_WORDS] = is_own ? um[i / LANE_WORDS][n].at[i % LANE_WORDS] : 0;
+        }
+#endif
 #pragma unroll
         for (int part = part0; part < part0 + PARTS; part++)
 #pragma unroll
@@ -138,6 +166,19 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
       }
     }
   }
+}
+#endif
+
+#if RANK > 0
+// Add each token's u B^T.
+template <int COUNT>
+__device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
+#if SLOTS
+#pragma unroll 1
+  for (u32 left = slots_of<COUNT>(e, m0, g) & ~1u; left; left &= left - 1) add_adapter(acc, e, u, __ffs(left) - 1, row0, m0, g, t);
+#else
+  add_adapter(acc, e, u, 0, row0, m0, g, t);
+#endif
 }
 #endif
 

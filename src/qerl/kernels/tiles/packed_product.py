@@ -16,6 +16,7 @@ from qerl.kernels.pointwise.swiglu import Activation
 from qerl.kernels.runtime.architectures import num_sms
 from qerl.kernels.runtime.nvrtc import addresses
 from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS, TILE_K, TILE_ROWS
+from qerl.kernels.tiles.row_slots import RowSlots
 from qerl.kernels.tiles.tile_layout import TileLayout
 
 GATES: dict[Activation, int] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -36,6 +37,11 @@ class AnyTile(Protocol):
 T = TypeVar("T", bound=AnyTile)
 
 
+def slots_defines(adapter: "PackedAdapter | None") -> dict[str, int]:
+    """Return the constant of an adapter with slots."""
+    return {} if adapter is None or adapter.slots is None else {"SLOTS": 1}
+
+
 def gate_defines(swiglu: int) -> dict[str, int]:
     """Return the constants of the epilogue; GATE only where it is not silu."""
     return {"SWIGLU": int(swiglu > 0)} | ({"GATE": swiglu} if swiglu > 1 else {})
@@ -48,7 +54,7 @@ class PackedAdapter:
     One adapter: starts=(), G = 1. q|k|v: starts=(q rows, q and k rows), multiples of 16, G = 3. `swiglu`:
     starts=(), G = 2 (gate, up), b in the packed row order. lora_hidden: u, bfloat16 [M, G R], if computed
     before. follows_shrink: it comes from `PortableLoraShrink.shrink`, the last launch, and a portable product
-    of the same x may run beside it.
+    of the same x may run beside it. slots: a [S, G R, K], b [S, N, R] and lora_hidden are of each row's slot.
     """
 
     a: Tensor
@@ -57,6 +63,7 @@ class PackedAdapter:
     starts: tuple[int, ...] = ()
     lora_hidden: Tensor | None = None
     follows_shrink: bool = False
+    slots: RowSlots | None = None
 
 
 class PackedProduct(abc.ABC, Generic[T]):
@@ -129,17 +136,23 @@ class PackedProduct(abc.ABC, Generic[T]):
             )
         rank, starts = 0, ()
         if adapter is not None:
-            rank, starts = adapter.b.shape[1], adapter.starts
-            assert adapter.b.shape == (n, rank) and adapter.a.shape == (groups * rank, k) and rank % 16 == 0
+            rank, starts = adapter.b.shape[-1], adapter.starts
+            assert adapter.b.shape[-2:] == (n, rank) and adapter.a.shape[-2:] == (groups * rank, k)
+            assert rank % 16 == 0
             u_MR = adapter.lora_hidden
+            if (slots := adapter.slots) is not None:
+                slots.check(m, len(adapter.b))
+                assert len(adapter.a) == len(adapter.b) and u_MR is not None
+            assert adapter.a.dim() == adapter.b.dim() == (2 if slots is None else 3)
             assert u_MR is None or (u_MR.shape == (m, groups * rank) and u_MR.dtype == torch.bfloat16)
             assert u_MR is None or (u_MR.is_contiguous() and u_MR.data_ptr() % 16 == 0)
             assert adapter.b.dtype == adapter.a.dtype == torch.bfloat16 and len(starts) <= 2
             assert (
                 adapter.b.is_contiguous() and adapter.a.is_contiguous() and all(s % 16 == 0 for s in starts)
             )
-        pointers = addresses(factors_N, bias_N, adapter and adapter.b, residual_MN, y)
-        epilogue = struct.pack("5Q4i", *pointers, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
+        slots_M = adapter and adapter.slots and adapter.slots.slots_M
+        pointers = addresses(factors_N, bias_N, adapter and adapter.b, residual_MN, y, slots_M)
+        epilogue = struct.pack("6Q4i", *pointers, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
         tile = self._choose(m, n, k)
         grid = tile.grid(m, n, k, self._num_sms)
         assert tile.units(m, n, k) * grid < 2**32  # the kernel divides 32-bit numbers

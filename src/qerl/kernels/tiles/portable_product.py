@@ -14,7 +14,7 @@ import torch
 from qerl.kernels.runtime.architectures import architecture_of, gpu_of
 from qerl.kernels.runtime.nvrtc import cached_method, compiled
 from qerl.kernels.tiles.nvfp4_tile import TILE_ROWS
-from qerl.kernels.tiles.packed_product import PackedProduct
+from qerl.kernels.tiles.packed_product import PackedProduct, slots_defines
 from qerl.kernels.tiles.portable_shrink import AFTER_SHRINK, MAKES_U, MAX_ROWS, PortableShrink
 from qerl.kernels.tiles.portable_table import choices_of, choose_portable_tile
 from qerl.kernels.tiles.portable_tile import FILE, MAX_SUMS_PER_SM, NAME, PortableTile
@@ -54,6 +54,7 @@ class PortableProduct(PackedProduct[PortableTile]):
         by_adapter = AFTER_SHRINK if adapter is not None and adapter.follows_shrink else {}
         if adapter is not None and adapter.lora_hidden is None:
             by_adapter = MAKES_U
+        by_adapter = by_adapter | slots_defines(adapter)
         low_rank = self._shrink.low_rank(adapter, tile.padded(m))
         self._kernel(tile, rank, swiglu, tuple(by_adapter.items())).launch(
             grid=grid,

@@ -38,7 +38,7 @@ class PortableShrink:
         """Return the kernel's `LowRank`."""
         if adapter is None:
             return struct.pack("4Qfi", 0, 0, 0, 0, 0.0, 0)
-        rows, K = adapter.a.shape
+        rows, K = adapter.a.shape[-2:]
         if adapter.lora_hidden is not None:
             pointers = addresses(adapter.a, None, adapter.lora_hidden, None)
             return struct.pack("4Qfi", *pointers, adapter.scaling, rows)

@@ -9,6 +9,7 @@ from qerl.config import ModelConfig, RunConfig
 from qerl.cost.operands import operand_cache_bytes
 from qerl.cost.weights import embedding_bytes, weight_bytes
 from qerl.errors import UserError, quantity
+from qerl.learner.plan.clients import clients_bytes, with_clients
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
     can_cache_operands,
@@ -171,11 +172,13 @@ def format_plan(
     prompt_tokens: int,
     gpu: Gpu | None = None,
     mean_tokens: int | None = None,
+    num_adapters: int | None = None,
 ) -> tuple[str, bool]:
     """Return a table of the parts, the peak, and what fits or which options make it fit; and whether it fits.
 
     A share of the memory stays free, as in a run: 1 - USABLE_SHARE. gpu: also estimate the speed on it, for
-    samples of mean_tokens tokens, by default the longest."""
+    samples of mean_tokens tokens, by default the longest. num_adapters: of training clients beside one base;
+    None: a run."""
     a = read_architecture(model, config.model.backend)
     if prompt_tokens + config.sample.max_tokens > a.max_positions:
         raise UserError(
@@ -183,13 +186,18 @@ def format_plan(
             f" {prompt_tokens + config.sample.max_tokens}"
         )
     lengths = prompt_tokens, mean_tokens or config.sample.max_tokens
-    resolved = _as_run(a, config, prompt_tokens, gpu_gb * 1e9)
-    as_run = with_microbatches(a, resolved, prompt_tokens, gpu_gb * 1e9)
+    added = 0.0
+    if num_adapters is not None:
+        added = clients_bytes(memory_parts(a, config, prompt_tokens), a, config, num_adapters)
+    gpu_bytes = gpu_gb * 1e9 - added / USABLE_SHARE  # what clients leave to the rest
+    resolved = _as_run(a, config, prompt_tokens, gpu_bytes)
+    as_run = with_microbatches(a, resolved, prompt_tokens, gpu_bytes)
     parts = memory_parts(a, resolved, prompt_tokens)
+    parts = parts if num_adapters is None else with_clients(parts, a, config, num_adapters)
     before = _before_training(a, config, prompt_tokens)
     peak = max(peak_bytes(parts), *before.values())
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
-    advice = _advice(a, config, resolved, lengths, gpu_gb * 1e9, gpu, fits=fits)
+    advice = _advice(a, config, resolved, lengths, gpu_bytes, gpu, fits=fits)
     lines = [
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
     ]
@@ -211,6 +219,7 @@ def format_plan(
             f" {1 - USABLE_SHARE:.0%} of it kept free",
             "",
             *advice,
+            *([f"GB of options are without the clients' {added / 1e9:.2f}"] if added and not fits else ()),
             *(_speed(gpu, a, as_run, prompt_tokens, mean_tokens) if gpu and fits else ()),
         ]
     )
