@@ -1,4 +1,4 @@
-"""Adapters selected by pattern, or of several ranks and scalings, and rsLoRA, as PEFT has them."""
+"""Adapters selected by pattern, of several ranks and scalings, or with trained norms, as PEFT has them."""
 
 import json
 import types
@@ -30,6 +30,7 @@ ADAPTERS = {
     "full names": AdapterConfig(
         rank=4, target_modules=("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj")
     ),
+    "norms": AdapterConfig(rank=4, train_norms=True),
     "ranks": AdapterConfig(rank=4, rank_pattern=(("o_proj", 2), (r"layers\.1\..*down_proj", 7))),
     "ranks and alphas with rsLoRA": AdapterConfig(
         rank=4,
@@ -40,9 +41,12 @@ ADAPTERS = {
     ),
 }
 OTHERS = {  # linears stored as one, layers that differ, names of another form
-    "Phi3": ("rsLoRA", "ranks"),
-    "Qwen3_5": ("all linears",),
-    "a part of Gemma3": ("a pattern of layers", "ranks"),
+    "Phi3": ("rsLoRA", "ranks", "norms"),
+    "Qwen3_5": ("all linears", "norms"),
+    "Gemma2": ("norms",),
+    "Glm4": ("norms",),
+    "Olmo2": ("norms",),
+    "a part of Gemma3": ("a pattern of layers", "ranks", "norms"),
 }
 CASES = [(name, "Qwen2") for name in ADAPTERS] + [
     (n, family) for family, each in OTHERS.items() for n in each

@@ -194,6 +194,7 @@ def logged_metrics() -> set[str]:
         *keys_of(branching, "sample", "_branch_metrics"),
         *keys_of("aqn/aqn.py", "observe"),
         *keys_of("learner/learner.py", "step"),
+        *keys_of("models/trained_weight.py", "weight_shifts"),
         *keys_of("learner/distributed.py", "take_traffic"),
         *keys_of("training/engines/multi_turn.py", "take_metrics"),
         *keys_of("serve/agents/rollout.py", "take_metrics"),

@@ -44,10 +44,12 @@ def usage_lines(options: ExportOptions, base: str, adapter: AdapterConfig) -> li
         from qerl.export.adapter_card import vllm_rank
 
         load = f'AutoModelForCausalLM.from_pretrained("{base}")'
-        lora = f"--enable-lora --max-lora-rank {vllm_rank(adapter.max_rank)}"
+        lines.append(f'  PEFT   PeftModel.from_pretrained({load}, "{options.out}")')
+        if adapter.vllm_rank is None:
+            return [*lines, "  vLLM   has no modules_to_save: export the run --as merged"]
+        lora = f"--enable-lora --max-lora-rank {vllm_rank(adapter.vllm_rank)}"
         return [
             *lines,
-            f'  PEFT   PeftModel.from_pretrained({load}, "{options.out}")',
             f"  vLLM   vllm serve {shlex.quote(base)} {lora} --lora-modules"
             f" {shlex.quote(options.out.name)}={out}",
         ]

@@ -102,6 +102,11 @@ class AdapterConfig:
     """The layers whose linears have an adapter, the first is 0. None: all layers. Adapters of experts are in
     all layers."""
 
+    train_norms: bool = False
+    """Train the RMSNorms before the attention and the MLP of every layer too (in Gemma and OLMo also those
+    after), as QeRL's scripts do. AQN adds its noise to the trained weights. PEFT reads them as
+    modules_to_save; they have no weight decay."""
+
     router: bool = False
     """Train the routers of a mixture of experts too, with adapters of this rank."""
 
@@ -148,6 +153,11 @@ class AdapterConfig:
     def max_rank(self) -> int:
         """The largest rank that a linear may have."""
         return max(self.rank, *(rank for _, rank in self.rank_pattern), 0)
+
+    @property
+    def vllm_rank(self) -> int | None:
+        """The largest rank, for vLLM; None: vLLM cannot load the adapter, as it has no modules_to_save."""
+        return None if self.train_norms else self.max_rank
 
     def scaling(self, rank: int, alpha: float | None = None) -> float:
         """Return the factor of an adapter of this rank; alpha: that of adapter.alpha if None."""

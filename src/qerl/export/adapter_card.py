@@ -41,8 +41,8 @@ def vllm_rank(rank: int) -> int:
     return next((each for each in _VLLM_RANKS if each >= rank), rank)
 
 
-def adapter_card(name: str, model: ModelConfig, run: Path | None, rank: int) -> str:
-    """Return a README.md. run: the folder of the run, None for an adapter without one."""
+def adapter_card(name: str, model: ModelConfig, run: Path | None, rank: int | None) -> str:
+    """Return a README.md. run: the run's folder, None for an adapter without one. rank: of base_section."""
     base = base_name(model.path)
     facts = {"library_name": "peft", "tags": ["qerl"]}
     if not Path(base).exists():
@@ -57,8 +57,8 @@ def card_text(name: str, facts: Mapping[str, Any], text: str) -> str:
     return f"---\n{head}\n---\n\n# {name}\n\n{text}"
 
 
-def base_section(model: ModelConfig, run: Path | None, rank: int) -> str:
-    """Return the section about the base. rank: the largest of the adapter."""
+def base_section(model: ModelConfig, run: Path | None, rank: int | None) -> str:
+    """Return the section about the base. rank: the largest of the adapter; None: vLLM cannot load it."""
     base, trained = base_name(model.path), trained_on(model)
     if trained is None:
         return f"\n## Base\n\nIt was trained on the weights of {base} as they are.\n"
@@ -68,8 +68,11 @@ def base_section(model: ModelConfig, run: Path | None, rank: int) -> str:
     one = "Each line" if len(commands) > 1 else "This line"
     shown = "\n".join(f"    {command}" for command in commands)
     load = _PACKED if _is_packed(model) else _PLAIN
+    text = f"{text}{one} writes the base that it was trained on:\n\n{shown}\n{load}\n"
+    if rank is None:
+        return f"{text}vLLM has no modules_to_save: export the run `--as merged` for it.\n"
     serve = f"vllm serve base --enable-lora --max-lora-rank {vllm_rank(rank)} --lora-modules adapter=ADAPTER"
-    return f"{text}{one} writes the base that it was trained on:\n\n{shown}\n{load}\nor `{serve}`.\n"
+    return f"{text}or `{serve}`.\n"
 
 
 def trained_on(model: ModelConfig) -> str | None:

@@ -95,7 +95,8 @@ def write_adapter(
             hf_writer.write_tokenizer(folder, locate(model.path))
         except UserError as error:  # the base is gone; the adapter is the user's work
             print(f"the adapter is exported without a tokenizer: {error}", file=sys.stderr)
-        rank = max([description["r"], *description.get("rank_pattern", {}).values()])
+        ranks = [description["r"], *description.get("rank_pattern", {}).values()]
+        rank = None if description.get("modules_to_save") else max(ranks)
         card = adapter_card(out.name, model, run, rank)
         (folder / "README.md").write_text(card, errors="backslashreplace")
     if (base := trained_on(model)) is not None:

@@ -198,7 +198,7 @@ class RunTrainer:
             dataset=dataset_name,
             method=self.method,
             tags=[*named, self.method.lower(), "qerl"],
-            base=base_section(config.model, Path(config.out), config.adapter.max_rank),
+            base=base_section(config.model, Path(config.out), config.adapter.vllm_rank),
         )
         with tempfile.TemporaryDirectory() as temporary:
             self.save_model(temporary, _internal_call=True)

@@ -6,7 +6,8 @@ Assumed: the KV cache and the learner use the same memory in turns (kernels/runt
 weights are packed, and all samples have the maximum length. Shorter samples fill
 learn.max_tokens_per_microbatch better. qerl.cost has the bytes of each part; of n weights in the adapter:
 
-    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n, not of experts
+    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n, not of experts;
+                     of trained norms a copy of 4 n as they were
     gradients        4 n                                            moments           8 n, or 2 n + n / 32
     KV cache         all samples at once, up to engine.max_num_seqs or engine.kv_cache_gb; with branches, the
                      pages of all samples in addition; recurrent states of samples and prompts
@@ -35,6 +36,7 @@ from qerl.cost.weights import (
     embedding_bytes,
     num_active_params,
     num_expert_adapter_weights,
+    num_norm_weights,
     num_trained_weights,
     optimizer_bytes,
     weight_bytes,
@@ -197,7 +199,8 @@ def memory_parts(
     sampler = 0 if of_sampler is None else weight_bytes(in_one_format, of_sampler)
     num_noise_rows = 1 if config.noise.scope == "step" else 1 + config.num_noises
     embedding = embedding_bytes(a, form.head_format, num_noise_rows, form.element_bytes)
-    copied = 2 * n - num_expert_adapter_weights(a, config.adapter)
+    num_norms = num_norm_weights(a, config.adapter)
+    copied = 2 * (n - num_norms) - num_expert_adapter_weights(a, config.adapter)
     copies = form.element_bytes * copied + adapter_column_bytes(a, form)
     copies = copies if config.adapter.kind == "lora" else 0
     backward = "a layer's backward pass" if layers > head else "the head's passes"
@@ -207,6 +210,7 @@ def memory_parts(
         MemoryPart("embedding, head, norms", embedding, "always"),
         MemoryPart("adapter's masters", 4 * n, "always"),
         MemoryPart("adapter's working copies", copies, "always"),
+        *([MemoryPart("norms before training", 4 * num_norms, "always")] if num_norms else []),
         MemoryPart("optimizer's moments", optimizer_bytes(n, learn.optim), "always"),
         MemoryPart("KV cache", kv_cache_bytes(a, config, prompt_tokens), "sampling"),
         MemoryPart("CUDA", CONTEXT_BYTES, "always"),
