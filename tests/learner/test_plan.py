@@ -144,7 +144,7 @@ def test_trained_norms_have_all_an_adapter_has_but_working_copies_and_are_kept_a
     } == {
         "adapter's masters": 4 * count,
         "optimizer's moments": 8 * count,
-        "norms before training": 4 * count,
+        "whole modules as they were": 4 * count,
         "adapter's gradients": 4 * count,
     }
 

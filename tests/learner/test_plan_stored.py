@@ -23,6 +23,7 @@ from qerl.learner.plan.stored import (
     stored_parts,
 )
 from qerl.models.random_weights import shape
+from qerl.tracking.json_lines import read_lines
 from qerl.types import Group, Prompt, Sample
 
 LOSSES = {"sft": (), "dpo": ("sigmoid",), "kto": ("kto",)}
@@ -64,12 +65,12 @@ def groups_of(config, longest, rng):
     ]
 
 
-@pytest.mark.parametrize("train_norms", [False, True])
+@pytest.mark.parametrize(
+    "trained", [{}, {"train_norms": True}, {"modules_to_save": ("embed_tokens", "lm_head")}]
+)
 @pytest.mark.parametrize("kind", LOSSES)
-def test_what_a_learner_holds_and_its_largest_batch_are_those_of_the_plan(
-    kind, train_norms, rng, monkeypatch
-):
-    config = config_of(kind, dataclasses.replace(ADAPTER, train_norms=train_norms))
+def test_what_a_learner_holds_and_its_largest_batch_are_those_of_the_plan(kind, trained, rng, monkeypatch):
+    config = config_of(kind, dataclasses.replace(ADAPTER, **trained))
     decoder, longest = tiny_decoder(adapter=config.adapter), longest_rows(config, MEANS, 24)
     assert longest == RowLengths(prompt_tokens=9, completion_tokens=15)
     grouped = as_groups(config, longest)
@@ -117,9 +118,13 @@ def test_a_run_reads_each_row_without_a_gradient_as_often_as_planned(
     monkeypatch.setattr(DecoderForward, "__call__", counted)
     given = {"data": files / f"{kind}.jsonl", "model.path": files, "model.dtype": "fp32", "adapter.rank": 4}
     given |= {"out": tmp_path / "run", "batch-size": 4, "eval-fraction": 0.0, "num-eval-samples": 0}
-    loss = ["--loss", "kto"] if kind == "kto" else []
-    command(["dpo", *(part for name, value in given.items() for part in (f"--{name}", str(value))), *loss])
+    given |= {"learn.learning-rate": 0.01}
+    more = ["--adapter.train-norms", *(["--loss", "kto"] if kind == "kto" else [])]
+    command(["dpo", *(part for name, value in given.items() for part in (f"--{name}", str(value))), *more])
     assert counts[False] == passes * counts[True] > 0
+    lines = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
+    if kind == "dpo":  # the reference has the norms that the policy began with
+        assert lines[0]["loss"] == pytest.approx(0.693147, abs=1e-5) and lines[-1]["loss"] < 0.69
 
     a, config = shape("qwen2.5-7b"), as_groups(config_of(kind), MEANS)
     speed = estimate_stored_speed(GPUS["h100"], a, config, MEANS, num_rows=config.num_prompts)

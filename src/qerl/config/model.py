@@ -107,6 +107,10 @@ class AdapterConfig:
     after), as QeRL's scripts do. AQN adds its noise to the trained weights. PEFT reads them as
     modules_to_save; they have no weight decay."""
 
+    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
+    """Train the embedding or the LM head whole, where the model does not tie them: 16 bytes a weight besides
+    the model's own. PEFT's field of this name has the norms of train_norms too."""
+
     router: bool = False
     """Train the routers of a mixture of experts too, with adapters of this rank."""
 
@@ -157,7 +161,12 @@ class AdapterConfig:
     @property
     def vllm_rank(self) -> int | None:
         """The largest rank, for vLLM; None: vLLM cannot load the adapter, as it has no modules_to_save."""
-        return None if self.train_norms else self.max_rank
+        return None if self.trains_whole else self.max_rank
+
+    @property
+    def trains_whole(self) -> bool:
+        """True if weights are trained beside the adapters of linears."""
+        return self.train_norms or len(self.modules_to_save) > 0
 
     def scaling(self, rank: int, alpha: float | None = None) -> float:
         """Return the factor of an adapter of this rank; alpha: that of adapter.alpha if None."""

@@ -5,7 +5,7 @@
                  MXFP4, and a bias in fp32 besides
     embedding    2 V D, head the same; a packed head V D in its format, tied or not, a tied bf16 head nothing
     adapter      rank * (K + N) a linear; rank * (E K + E N) a stack of experts, a shared A or B once
-    norms        D each, if they are trained: fp32, and once more as they were
+    whole        D of each norm, V D of embedding and head, where they are trained; once more as they were
 
 A token is multiplied by k experts of a layer's E. A step of several rows reads those that some row chose,
 
@@ -120,8 +120,8 @@ def embedding_bytes(
 
 
 def num_trained_weights(a: Architecture, adapter: AdapterConfig) -> int:
-    """Return the number of weights that learn: the adapters', or the target linears' own, and the norms'."""
-    others = num_expert_adapter_weights(a, adapter) + num_norm_weights(a, adapter)
+    """Return the number of weights that learn: adapters, or the target linears' own, and whole modules."""
+    others = num_expert_adapter_weights(a, adapter) + num_whole_weights(a, adapter)
     if adapter.selects_names:
         return _num_named_weights(a, adapter) + others
     targets, layers = adapter_targets(a, adapter), adapter.layers_to_transform
@@ -135,8 +135,19 @@ def num_trained_weights(a: Architecture, adapter: AdapterConfig) -> int:
 
 
 def num_norm_weights(a: Architecture, adapter: AdapterConfig) -> int:
-    """Return the number of weights of the norms that learn, which are their own working copies."""
+    """Return the number of weights of the norms that learn."""
     return a.num_layers * len(a.norms.names) * a.width if adapter.train_norms else 0
+
+
+def num_whole_weights(a: Architecture, adapter: AdapterConfig) -> int:
+    """Return the number of weights that learn whole, beside adapters: they are their own working copies."""
+    return num_norm_weights(a, adapter) + len(adapter.modules_to_save) * a.vocab_size * a.width
+
+
+def base_bytes(a: Architecture, adapter: AdapterConfig, element_bytes: int) -> int:
+    """Return the bytes of the same weights as they were before training."""
+    num_norms = num_norm_weights(a, adapter)
+    return 4 * num_norms + element_bytes * (num_whole_weights(a, adapter) - num_norms)
 
 
 def _num_named_weights(a: Architecture, adapter: AdapterConfig) -> int:

@@ -6,8 +6,11 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import tiny_run
+from export.test_export import exported, run_of, theirs
+from export.test_export import logits_of as exported_logits
 from learner.samples import random_groups
 from learner.saver import save as save_checkpoint
 from learner.tiny import ADAPTER, VOCAB, run_config, tiny_decoder
@@ -16,7 +19,9 @@ from models.test_sampler_copy import TOKENS_T
 from models.tiny import logits_of, tiny
 from peft_adapters import write_learned
 from qerl.aqn.norm_noise import noised
-from qerl.config import AdapterConfig, ModelConfig
+from qerl.cli.export import usage_lines
+from qerl.config import AdapterConfig, ModelConfig, RunConfig
+from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 from qerl.kernels.pointwise import matmul_fp32
 from qerl.learner import Learner
@@ -32,7 +37,9 @@ from qerl.models.peft.adapter import (
 from qerl.models.peft.peft_reader import adapter_config, read_adapter
 from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.trained_weight import layer_norms
+from qerl.serve.adapters import ServedAdapters
 from qerl.tracking.json_lines import read_lines
+from qerl.training.policy import check_backend
 from qerl.trl.lora import adapter_config as of_lora_config
 
 NORMS = AdapterConfig(rank=4, alpha=8.0, train_norms=True)
@@ -245,3 +252,27 @@ def test_a_run_samples_with_what_its_norms_learned(tmp_path):
     shifts = [line["norms_shift"] for line in lines]
     assert len(lines) == 6 and shifts[0] > 0.01 and shifts[-1] > shifts[0]
     assert all(line["mismatch_abs"] < 1e-4 for line in lines)
+
+
+def test_an_exported_model_has_the_trained_norms_and_vllm_is_told_to_take_it(tmp_path, capsys):
+    run, config, decoder = run_of(tmp_path, "qwen2", adapter=NORMS)
+    merged = exported(tmp_path, config, "merged", dtype="fp32")
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    torch.testing.assert_close(theirs(model), exported_logits(decoder), rtol=1e-4, atol=1e-4)
+    out = exported(tmp_path, config, "peft")
+    assert "vllm serve" not in (out / "README.md").read_text()
+    lines = usage_lines(ExportOptions(run=run, out=out, form="peft"), "base", config.adapter)
+    assert any("vLLM   has no modules_to_save" in line for line in lines)
+
+
+def test_where_norms_cannot_be_trained_they_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"adapter\.train_norms needs adapter\.kind lora, got full"):
+        AdapterConfig(kind="full", train_norms=True)
+    base = save(oracle("Llama"), tmp_path / "base")
+    write_learned(base, tmp_path / "adapter", seed=3, scale=0.2, r=4, modules_to_save=BOTH)
+    served = ServedAdapters(load(base), tmp_path, 2)
+    with pytest.raises(UserError, match="modules_to_save: they cannot be loaded by request"):
+        served.load("one", "adapter")
+    config = RunConfig(adapter=NORMS, model=ModelConfig(path=str(base), backend="transformers"))
+    with pytest.raises(UserError, match=r"adapter\.train_norms needs the package's own decoder"):
+        check_backend(config)

@@ -36,11 +36,11 @@ from qerl.models.policy_model import PolicyModel
 from qerl.models.trained_weight import (
     Module,
     base_weights,
-    layer_norms,
-    learn_norms,
+    learn_wholes,
     publish_weights,
     replaced_weights,
     trained_weights,
+    wholes_of,
 )
 
 _EXPERTS = 1  # keeps these seeds apart from the linears'
@@ -63,10 +63,11 @@ def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
             linear.add_adapter(a_RK.to(decoder.device), b_NR.to(decoder.device), scaling)
     if config.experts != "none":
         _add_expert_adapters(decoder, config, seed)
-    if config.train_norms:
+    if config.trains_whole:
         if not isinstance(decoder, Decoder):
-            raise UserError("adapter.train_norms needs the package's own decoder (model.backend)")
-        learn_norms(decoder)
+            field = "train_norms" if config.train_norms else "modules_to_save"
+            raise UserError(f"adapter.{field} needs the package's own decoder (model.backend)")
+        learn_wholes(decoder, config)
 
 
 def check_rank(decoder: PolicyModel, config: AdapterConfig) -> None:
@@ -203,8 +204,8 @@ class OtherAdapter:
         """tensors: with PEFT's names or the decoder's own. Raise UserError if they do not fit the decoder."""
         linears = {name: (linear, numbers) for _, name, linear, numbers in _targeted(decoder, config)}
         names = [f"{PREFIX}{name}.lora_{side}.weight" for name in linears for side in "AB"]
-        wholes = list(layer_norms(decoder)) if config.train_norms else []
-        names += [f"{PREFIX}{name}.weight" for name, _, _ in wholes]
+        wholes = wholes_of(decoder, config)
+        names += [_whole_name(name) for name, _, _ in wholes]
         tensors = _decoder_tensors(decoder, tensors, names)
         self._decoder, self._usual = decoder, config.scaling(config.rank)
         self._tensors: dict[str, tuple[Tensor, ...]] = {}
@@ -223,7 +224,8 @@ class OtherAdapter:
             self._tensors[name] = *(nn.Parameter(t, requires_grad=False) for t in masters), *work
         self._weights: dict[Module, Tensor] = base_weights(decoder)
         for name, module, offset in wholes:
-            weight = tensors[f"{PREFIX}{name}.weight"].detach()
+            weight = tensors[_whole_name(name)].detach()
+            assert module.weight is not None
             if weight.shape != module.weight.shape:
                 shapes = f"{tuple(module.weight.shape)}, got {tuple(weight.shape)}"
                 raise UserError(f"{name}: the adapter's weight must have the shape {shapes}")
@@ -269,10 +271,15 @@ def adapter_tensors(decoder: PolicyModel) -> dict[str, nn.Parameter]:
         if master is not None
     }
     return masters | {
-        f"{PREFIX}{name}.weight": module.full
+        _whole_name(name): module.full
         for name, module, _ in trained_weights(decoder)
         if module.full is not None
     }
+
+
+def _whole_name(name: str) -> str:
+    """Return PEFT's name of a weight that is trained whole."""
+    return f"{PEFT_PREFIX if name == 'lm_head' else PREFIX}{name}.weight"
 
 
 def _masters(name: str, linear: QuantLinear | ExpertLinear) -> list[tuple[str, nn.Parameter | None]]:

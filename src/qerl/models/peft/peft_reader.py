@@ -56,6 +56,9 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
     if stored.train_norms != config.train_norms:
         has = "has" if stored.train_norms else "has no"
         raise UserError(f"{folder}: {has} trained norms, adapter.train_norms is {config.train_norms}")
+    tables, expected = list(stored.modules_to_save), sorted(config.modules_to_save)
+    if tables != expected:
+        raise UserError(f"{folder}: modules_to_save has {tables}, adapter.modules_to_save is {expected}")
     targets, expected = list(stored.target_modules), sorted(set(config.target_modules))
     if targets != expected:
         raise UserError(f"{folder}: targets {targets}, adapter.target_modules are {expected}")
