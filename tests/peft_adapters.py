@@ -14,5 +14,7 @@ def write_learned(model_path, folder, *, seed, scale, **settings):
         for name, value in model.named_parameters():
             if "lora_" in name:
                 value.copy_(torch.randn(value.shape, generator=rng) * scale)
+            elif "modules_to_save" in name:
+                value.add_(torch.randn(value.shape, generator=rng) * scale)
     model.save_pretrained(folder)
     return model

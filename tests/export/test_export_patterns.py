@@ -1,4 +1,4 @@
-"""Adapters selected by pattern, or of several ranks and scalings, and rsLoRA, as PEFT has them."""
+"""Adapters selected by pattern, of several ranks and scalings, or with trained norms, as PEFT has them."""
 
 import json
 import types
@@ -17,7 +17,7 @@ from qerl.config import AdapterConfig
 from qerl.cost.weights import num_trained_weights
 from qerl.engine.decode.linears import LinearGroup
 from qerl.errors import UserError
-from qerl.export.adapter_card import NOT_IN_VLLM, vllm_options
+from qerl.export.adapter_card import NOT_IN_VLLM, vllm_obstacle
 from qerl.formats import BF16
 from qerl.models.linear import QuantLinear
 from qerl.models.peft.adapter import adapted_linears, adapter_tensors, add_adapter, load_adapter
@@ -31,6 +31,7 @@ ADAPTERS = {
     "full names": AdapterConfig(
         rank=4, target_modules=("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj")
     ),
+    "norms": AdapterConfig(rank=4, train_norms=True),
     "ranks": AdapterConfig(rank=4, rank_pattern=(("o_proj", 2), (r"layers\.1\..*down_proj", 7))),
     "ranks and alphas with rsLoRA": AdapterConfig(
         rank=4,
@@ -41,9 +42,12 @@ ADAPTERS = {
     ),
 }
 OTHERS = {  # linears stored as one, layers that differ, names of another form
-    "Phi3": ("rsLoRA", "ranks"),
-    "Qwen3_5": ("all linears",),
-    "a part of Gemma3": ("a pattern of layers", "ranks"),
+    "Phi3": ("rsLoRA", "ranks", "norms"),
+    "Qwen3_5": ("all linears", "norms"),
+    "Gemma2": ("norms",),
+    "Glm4": ("norms",),
+    "Olmo2": ("norms",),
+    "a part of Gemma3": ("a pattern of layers", "ranks", "norms"),
 }
 CASES = [(name, "Qwen2") for name in ADAPTERS] + [
     (n, family) for family, each in OTHERS.items() for n in each
@@ -67,8 +71,8 @@ def test_peft_loads_it_with_our_logits_and_it_is_read_again(name, family, tmp_pa
     described = json.loads((out / "adapter_config.json").read_text())
     factor = described["lora_alpha"] / described["r"] ** (0.5 if described["use_rslora"] else 1)
     factors = [each.scaling["default"] for each in model.modules() if hasattr(each, "lora_A")]
-    assert (vllm_options(described) is not None) == (factors == pytest.approx([factor] * len(factors)))
-    assert (NOT_IN_VLLM in (out / "README.md").read_text()) == (vllm_options(described) is None)
+    assert (vllm_obstacle(described) is None) == (factors == pytest.approx([factor] * len(factors)))
+    assert (NOT_IN_VLLM in (out / "README.md").read_text()) == (vllm_obstacle(described) == NOT_IN_VLLM)
     masters = adapter_tensors(decoder)
     assert num_trained_weights(decoder.architecture, adapter) == sum(t.numel() for t in masters.values())
     try:

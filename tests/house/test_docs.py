@@ -22,7 +22,7 @@ from qerl.cli.check import CheckOptions
 from qerl.cli.data import DataOptions
 from qerl.cli.dpo import DpoOptions
 from qerl.cli.main import COMMANDS
-from qerl.cli.plan import PlanOptions
+from qerl.cli.plan import DpoPlanOptions, PlanOptions, SftPlanOptions
 from qerl.cli.report import ReportOptions
 from qerl.cli.sft import SftOptions
 from qerl.cli.watch import WatchOptions
@@ -40,6 +40,8 @@ TAKEN = {
     "check": CheckOptions,
     "data": DataOptions,
     "plan": PlanOptions,
+    "plan sft": SftPlanOptions,
+    "plan dpo": DpoPlanOptions,
     "eval": options.EvalOptions,
     "generate": options.GenerateOptions,
     "serve": options.ServeOptions,
@@ -102,8 +104,8 @@ def unknown(kind, arguments):
 
 
 def options_of(name, arguments):
-    kind = TAKEN[arguments[0] if name == "bench" else name]
-    return unknown(kind, arguments)
+    key = arguments[0] if name == "bench" else " ".join((name, *arguments[:1]))
+    return unknown(TAKEN[key if key in TAKEN else name], arguments)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -204,6 +206,7 @@ def logged_metrics() -> set[str]:
         *keys_of(branching, "sample", "_branch_metrics"),
         *keys_of("aqn/aqn.py", "observe"),
         *keys_of("learner/learner.py", "step"),
+        *keys_of("models/trained_weight.py", "weight_shifts"),
         *keys_of("learner/distributed.py", "take_traffic"),
         *keys_of("training/engines/multi_turn.py", "take_metrics"),
         *keys_of("serve/agents/rollout.py", "take_metrics"),

@@ -47,7 +47,7 @@ SIZES = {  # lines of each package when it was last looked at
     "export": 425,
     "formats": 872,
     "kernels": 9194,
-    "learner": 3314,
+    "learner": 3689,
     "models": 11560,
     "serve": 6010,
     "tasks": 10992,

@@ -134,6 +134,22 @@ def test_the_rows_of_a_packed_head_are_padded():
     assert head_bytes(wide, config, 200) - head_bytes(wide, CONFIG, 200) == 2 * 1000 * 2944
 
 
+def test_trained_norms_have_all_an_adapter_has_but_working_copies_and_are_kept_as_they_were():
+    config = dataclasses.replace(CONFIG, adapter=dataclasses.replace(CONFIG.adapter, train_norms=True))
+    without, parts = (
+        {p.name: p.num_bytes for p in op.memory_parts(SMALL, c, PROMPT)} for c in (CONFIG, config)
+    )
+    count = 3 * 2 * 128
+    assert {
+        name: size - without.get(name, 0) for name, size in parts.items() if size != without.get(name)
+    } == {
+        "adapter's masters": 4 * count,
+        "optimizer's moments": 8 * count,
+        "whole modules as they were": 4 * count,
+        "adapter's gradients": 4 * count,
+    }
+
+
 def test_the_adapter_is_of_the_targets_alone():
     assert weights.num_trained_weights(SMALL, CONFIG.adapter) == 3 * 16 * IN_AND_OUT
     one = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=4, target_modules=("k_proj",)))

@@ -41,15 +41,17 @@ def usage_lines(options: ExportOptions, base: str, adapter: AdapterConfig) -> li
     kind = "a PEFT adapter" if options.form == "peft" else f"a model ({options.form})"
     lines = [f"wrote {kind}, {size_mb:,.1f} MB, to {out}"]
     if options.form == "peft":
-        from qerl.export.adapter_card import NOT_IN_VLLM, entries_of, vllm_options
+        from qerl.export.adapter_card import entries_of, vllm_obstacle, vllm_options
 
         load = f'AutoModelForCausalLM.from_pretrained("{base}")'
-        lora = vllm_options(entries_of(adapter))
-        serve = f"vllm serve {shlex.quote(base)} {lora} --lora-modules {shlex.quote(options.out.name)}={out}"
+        entries = entries_of(adapter)
+        obstacle = vllm_obstacle(entries)
+        served = f"--lora-modules {shlex.quote(options.out.name)}={out}"
+        serve = obstacle or f"vllm serve {shlex.quote(base)} {vllm_options(entries)} {served}"
         return [
             *lines,
             f'  PEFT   PeftModel.from_pretrained({load}, "{options.out}")',
-            f"  vLLM   {serve if lora else NOT_IN_VLLM}",
+            f"  vLLM   {serve}",
         ]
     if options.form == "gguf-ready":
         return [*lines, f"  llama.cpp   python convert_hf_to_gguf.py {out}"]

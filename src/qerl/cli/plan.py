@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from qerl.cli.arguments import announce, names_or_help, parse_options
+from qerl.cli.dpo import DpoOptions
 from qerl.cli.help import Help
+from qerl.cli.sft import SftOptions, run_config
 from qerl.cli.train import COMMON
 from qerl.config import RunConfig
 from qerl.config.check import check_numbers, check_positive
@@ -21,7 +23,9 @@ DESCRIPTION = f"""{__doc__}
 
 MODEL is a folder, a .gguf file, a hub id, a shape such as qwen2.5-7b, or a recipe, which also sets the
 other fields.
-The fields after --mean-tokens are those of `qerl train`. It exits with 1 if the run does not fit."""
+The fields after --mean-tokens are those of `qerl train`. It exits with 1 if the run does not fit.
+
+  qerl plan sft MODEL, qerl plan dpo MODEL  the same for stored rows, with the options of `qerl sft`, `dpo`"""
 
 _FIELDS = (
     "--num-prompts",
@@ -49,6 +53,56 @@ HELP = Help(
         "--model.head-format": "",
     },
 )
+
+
+STORED_HELP = Help(
+    "Plan the GPU memory and the time of a run over stored rows, without loading the model or the rows.",
+    {
+        "--gpu NAME": "such as rtx-4090; default: this machine's",
+        "--gpu-gb": "memory of the GPU, in units of 1e9 bytes",
+        "--prompt-tokens": "",
+        "--completion-tokens": "",
+        "--num-rows": "rows of the data",
+        "--batch-size": "rows per update",
+        "--max-length": "longest row, in tokens",
+        **{name: COMMON[name] for name in ("--adapter.rank", "--model.format FORMAT")},
+        "--learn.gradient-checkpointing": "",
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SftPlanOptions:
+    gpu: str | None = None
+    """The GPU by name, such as rtx-4090 or h100; default: the one in this machine."""
+
+    gpu_gb: float | None = None
+    """Memory of the GPU, in units of 1e9 bytes, instead of what the GPU's name says."""
+
+    prompt_tokens: int = 256
+    """Mean length of the prompts, in tokens."""
+
+    completion_tokens: int | None = None
+    """Mean length of the completions, in tokens, for the time; default: up to max_length."""
+
+    num_rows: int = 1000
+    """Rows of the data, for the time."""
+
+    run: Annotated[SftOptions, tyro.conf.arg(name="")] = dataclasses.field(default_factory=SftOptions)
+    """The run, with the options of its command."""
+
+    def __post_init__(self):
+        check_numbers(self)
+        check_positive(self, "gpu_gb", "prompt_tokens", "completion_tokens", "num_rows")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DpoPlanOptions(SftPlanOptions):
+    run: Annotated[DpoOptions, tyro.conf.arg(name="")] = dataclasses.field(default_factory=DpoOptions)
+    """The run, with the options of its command."""
+
+
+_STORED: dict[str, type[SftPlanOptions]] = {"sft": SftPlanOptions, "dpo": DpoPlanOptions}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +136,9 @@ class PlanOptions:
 
 
 def run(arguments: list[str]) -> None:
+    if arguments[:1] in (["sft"], ["dpo"]):
+        run_stored(arguments[0], arguments[1:])
+        return
     names, arguments = names_or_help(PlanOptions, arguments, "plan MODEL", HELP)
     if len(names) != 1:
         example = "qerl plan qwen2.5-7b --gpu rtx-4090, or --gpu-gb GB"
@@ -94,7 +151,7 @@ def run(arguments: list[str]) -> None:
 
     model = options.run.model.path if names[0] in RECIPES else names[0]
     check_name(model)  # before the GPU: a wrong name is the first error
-    gpu, gpu_gb = _gpu(options)
+    gpu, gpu_gb = _gpu(options.gpu, options.gpu_gb)
     lengths = {"prompt_tokens": options.prompt_tokens, "mean_tokens": options.mean_tokens}
     sizes = {"gpu": gpu, "gpu_gb": gpu_gb, "num_adapters": options.adapters}
     text, fits = format_plan(model, options.run, **sizes, **lengths)
@@ -103,15 +160,46 @@ def run(arguments: list[str]) -> None:
         sys.exit(1)
 
 
-def _gpu(options: PlanOptions) -> tuple["Gpu | None", float]:
+def run_stored(command: str, arguments: list[str]) -> None:
+    """Plan a run of `qerl sft` or `qerl dpo`."""
+    kind, usage = _STORED[command], f"plan {command}"
+    names, arguments = names_or_help(kind, arguments, f"{usage} MODEL", STORED_HELP)
+    if len(names) != 1:
+        raise UserError(f"{usage} needs one model or shape: qerl {usage} qwen2.5-7b --gpu rtx-4090")
+    options = parse_options(kind, arguments, f"{usage} {names[0]}", kind(), STORED_HELP)
+    announce(f"{usage} {names[0]}: {options.run.model.format}", sys.stderr)
+    from qerl.learner.plan.shapes import check_name
+    from qerl.learner.plan.stored import RowLengths, format_stored_plan
+
+    check_name(names[0])
+    gpu, gpu_gb = _gpu(options.gpu, options.gpu_gb)
+    rows = dataclasses.replace(options.run.sft, data=options.run.sft.data or "rows")  # are not read
+    config = run_config(dataclasses.replace(options.run, sft=rows))
+    prompt_tokens = options.prompt_tokens
+    rest = max((options.run.sft.max_length or 2 * prompt_tokens) - prompt_tokens, 1)
+    text, fits = format_stored_plan(
+        names[0],
+        config,
+        gpu=gpu,
+        gpu_gb=gpu_gb,
+        lengths=RowLengths(prompt_tokens=prompt_tokens, completion_tokens=options.completion_tokens or rest),
+        num_rows=options.num_rows,
+        max_steps=options.run.max_steps,
+    )
+    print(text)
+    if not fits:
+        sys.exit(1)
+
+
+def _gpu(name: str | None, memory_gb: float | None) -> tuple["Gpu | None", float]:
     """Return the named GPU, or else this machine's, None if it is unknown; and its memory in units of 1e9."""
     from qerl.learner.plan.speed import gpu_named, gpu_of_cuda_name
 
-    if options.gpu is not None:
-        gpu = gpu_named(options.gpu)
-        return gpu, options.gpu_gb or gpu.memory_gb
-    if options.gpu_gb is not None:
-        return None, options.gpu_gb
+    if name is not None:
+        gpu = gpu_named(name)
+        return gpu, memory_gb or gpu.memory_gb
+    if memory_gb is not None:
+        return None, memory_gb
     import torch
 
     if not torch.cuda.is_available():

@@ -28,6 +28,16 @@ CONFLICTS: dict[str, dict[str, str]] = {
         "adapter.dropout": "{setting} needs adapter.dropout 0, got {adapter.dropout}",
         "adapter.kind not lora": "{setting} needs adapter.kind lora, got {adapter.kind}",
     },
+    "adapter.train_norms": {
+        "adapter.kind not lora": "{setting} needs adapter.kind lora, got {adapter.kind}",
+    },
+    "adapter.modules_to_save": {
+        "adapter.kind not lora": "{setting} needs adapter.kind lora, got {adapter.kind}",
+        "model.head_format not bf16": "{setting} needs model.head_format bf16, got {model.head_format}",
+        "distil.loss not policy_gradient": "{setting} needs distil.loss policy_gradient: a divergence has no"
+        " gradient in the head",
+        "ray.address": "{setting} does not work with --ray: every step would send the tables",
+    },
     "adapter.init_from": {
         "adapter.kind not lora": "{setting} needs adapter.kind lora, got {adapter.kind}",
     },
@@ -128,8 +138,8 @@ NEEDS_OUR_DECODER = (
     "model.calibrate gptq or model.sampler_format not None or model.head_format not bf16 or engine.exact"
     " or engine.kv_cache_dtype not auto or engine.decode_steps_per_sync or rollout.keep_kv_cache"
     " or algo.branching not none or noise.scope not step or learn.gradient_checkpointing offload"
-    " or learn.backward not bf16 or adapter.router or adapter.experts not none or distil.teacher"
-    " or ray.address"
+    " or learn.backward not bf16 or adapter.router or adapter.experts not none or adapter.train_norms"
+    " or adapter.modules_to_save or distil.teacher or ray.address"
 )
 """Settings that a model which transformers' code runs does not work with: training/policy.py."""
 

@@ -102,6 +102,15 @@ class AdapterConfig:
     """The layers whose linears have an adapter, the first is 0. None: all layers. Adapters of experts are in
     all layers."""
 
+    train_norms: bool = False
+    """Train the RMSNorms before the attention and the MLP of every layer too (in Gemma and OLMo also those
+    after), as QeRL's scripts do. AQN adds its noise to the trained weights. PEFT reads them as
+    modules_to_save; they have no weight decay."""
+
+    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
+    """Train the embedding or the LM head whole, where the model does not tie them: 16 bytes a weight besides
+    the model's own. PEFT's field of this name has the norms of train_norms too."""
+
     router: bool = False
     """Train the routers of a mixture of experts too, with adapters of this rank."""
 
@@ -148,6 +157,11 @@ class AdapterConfig:
     def max_rank(self) -> int:
         """The largest rank that a linear may have."""
         return max(self.rank, *(rank for _, rank in self.rank_pattern), 0)
+
+    @property
+    def trains_whole(self) -> bool:
+        """True if weights are trained beside the adapters of linears."""
+        return self.train_norms or len(self.modules_to_save) > 0
 
     def scaling(self, rank: int, alpha: float | None = None) -> float:
         """Return the factor of an adapter of this rank; alpha: that of adapter.alpha if None."""

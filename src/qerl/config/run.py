@@ -152,7 +152,7 @@ class RunConfig:
         check_positive(self, "num_steps", "num_prompts", "rank_timeout_s")
         check_not_negative(self, "seed")
         size, why = self.num_generations, "samples are compared within a group"
-        minimum = 1 if self.distil.is_on else 2
+        minimum = 1 if self.distil.is_on or self.sft.data else 2
         require(size >= minimum, f"num_generations must be at least {minimum} ({why}), got {size}")
         has_reward = self.distil.is_on or len(self.task.rewards) > 0
         require(has_reward, "task.rewards must name at least one reward, got none")

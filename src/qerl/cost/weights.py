@@ -5,6 +5,7 @@
                  MXFP4, and a bias in fp32 besides
     embedding    2 V D, head the same; a packed head V D in its format, tied or not, a tied bf16 head nothing
     adapter      rank * (K + N) a linear; rank * (E K + E N) a stack of experts, a shared A or B once
+    whole        D of each norm, V D of embedding and head, where they are trained; once more as they were
 
 A token is multiplied by k experts of a layer's E. A step of several rows reads those that some row chose,
 
@@ -119,9 +120,10 @@ def embedding_bytes(
 
 
 def num_trained_weights(a: Architecture, adapter: AdapterConfig) -> int:
-    """Return the number of weights that learn: the adapters', or the target linears' own."""
+    """Return the number of weights that learn: adapters, or the target linears' own, and whole modules."""
+    others = num_expert_adapter_weights(a, adapter) + num_whole_weights(a, adapter)
     if adapter.selects_names:
-        return _num_named_weights(a, adapter) + num_expert_adapter_weights(a, adapter)
+        return _num_named_weights(a, adapter) + others
     targets, layers = adapter_targets(a, adapter), adapter.layers_to_transform
     specs = counted_specs(a)
     if layers is not None:
@@ -129,8 +131,23 @@ def num_trained_weights(a: Architecture, adapter: AdapterConfig) -> int:
     linears = [(x, n) for spec, n in specs for x in spec.linears if x.short_name in targets]
     if adapter.kind == "full":
         return sum(n * x.num_weights for x, n in linears)
-    of_experts = num_expert_adapter_weights(a, adapter)
-    return adapter.rank * sum(n * (x.out_width + x.in_width) for x, n in linears) + of_experts
+    return adapter.rank * sum(n * (x.out_width + x.in_width) for x, n in linears) + others
+
+
+def num_norm_weights(a: Architecture, adapter: AdapterConfig) -> int:
+    """Return the number of weights of the norms that learn."""
+    return a.num_layers * len(a.norms.names) * a.width if adapter.train_norms else 0
+
+
+def num_whole_weights(a: Architecture, adapter: AdapterConfig) -> int:
+    """Return the number of weights that learn whole, beside adapters: they are their own working copies."""
+    return num_norm_weights(a, adapter) + len(adapter.modules_to_save) * a.vocab_size * a.width
+
+
+def base_bytes(a: Architecture, adapter: AdapterConfig, element_bytes: int) -> int:
+    """Return the bytes of the same weights as they were before training."""
+    num_norms = num_norm_weights(a, adapter)
+    return 4 * num_norms + element_bytes * (num_whole_weights(a, adapter) - num_norms)
 
 
 def _num_named_weights(a: Architecture, adapter: AdapterConfig) -> int:

@@ -39,29 +39,41 @@ NOT_IN_VLLM = (
     "vLLM computes something else with this adapter: it scales every linear by lora_alpha / r, and does not"
     " read rank_pattern and alpha_pattern; export the run with --as merged"
 )
+WHOLE_NOT_IN_VLLM = "vLLM has no modules_to_save: export the run with --as merged"
 
 
-def vllm_options(adapter: Mapping[str, Any]) -> str | None:
-    """Return vLLM's options for an adapter with these entries of adapter_config.json, with the least value of
-    --max-lora-rank that fits. None if linears have other factors than the first: vLLM's PEFTHelper reads r,
-    lora_alpha and use_rslora alone (vllm/lora/peft_helper.py and lora_weights.py, 0.8 to 0.11)."""
-    ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
-    usual = adapter["r"], adapter["lora_alpha"]
-    numbers = {(ranks.get(key, usual[0]), alphas.get(key, usual[1])) for key in {*ranks, *alphas}} | {usual}
+def vllm_obstacle(adapter: Mapping[str, Any]) -> str | None:
+    """Return why vLLM cannot serve an adapter with these entries of adapter_config.json: it has no
+    modules_to_save, and its PEFTHelper reads r, lora_alpha and use_rslora alone (vllm/lora/peft_helper.py,
+    lora_weights.py)."""
+    if adapter.get("modules_to_save"):
+        return WHOLE_NOT_IN_VLLM
     exponent = 0.5 if adapter.get("use_rslora") else 1.0
-    factors = [alpha / rank**exponent for rank, alpha in numbers]
-    if not math.isclose(min(factors), max(factors)):
-        return None
-    rank = max(rank for rank, _ in numbers)
+    factors = [alpha / rank**exponent for rank, alpha in _ranks_and_alphas(adapter)]
+    return None if math.isclose(min(factors), max(factors)) else NOT_IN_VLLM
+
+
+def vllm_options(adapter: Mapping[str, Any]) -> str:
+    """Return vLLM's options for an adapter with these entries, with the least value of --max-lora-rank that
+    fits."""
+    rank = max(rank for rank, _ in _ranks_and_alphas(adapter))
     return f"--enable-lora --max-lora-rank {next((each for each in _VLLM_RANKS if each >= rank), rank)}"
 
 
+def _ranks_and_alphas(adapter: Mapping[str, Any]) -> set[tuple[int, float]]:
+    ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+    usual = adapter["r"], adapter["lora_alpha"]
+    return {(ranks.get(key, usual[0]), alphas.get(key, usual[1])) for key in {*ranks, *alphas}} | {usual}
+
+
 def entries_of(adapter: AdapterConfig) -> dict[str, Any]:
-    """Return the entries of an adapter's adapter_config.json that say its ranks and factors."""
+    """Return the entries of an adapter's adapter_config.json that say what is trained."""
     of_experts = {} if adapter.experts == "none" else {"experts": adapter.expert_rank}
     ranks = dict(adapter.rank_pattern) | of_experts
     numbers = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.use_rslora}
-    return numbers | {"rank_pattern": ranks, "alpha_pattern": dict(adapter.alpha_pattern)}
+    patterns = {"rank_pattern": ranks, "alpha_pattern": dict(adapter.alpha_pattern)}
+    whole = [*adapter.modules_to_save, *(["norms"] if adapter.train_norms else [])]
+    return numbers | patterns | {"modules_to_save": whole}
 
 
 def adapter_card(name: str, model: ModelConfig, run: Path | None, adapter: Mapping[str, Any]) -> str:
@@ -83,8 +95,8 @@ def card_text(name: str, facts: Mapping[str, Any], text: str) -> str:
 
 def base_section(model: ModelConfig, run: Path | None, adapter: Mapping[str, Any]) -> str:
     """Return the section about the base. adapter: its entries of adapter_config.json."""
-    base, trained, options = base_name(model.path), trained_on(model), vllm_options(adapter)
-    warning = "" if options else f"\n{NOT_IN_VLLM}.\n"
+    base, trained, obstacle = base_name(model.path), trained_on(model), vllm_obstacle(adapter)
+    warning = f"\n{obstacle}.\n" if obstacle else ""
     if trained is None:
         return f"\n## Base\n\nIt was trained on the weights of {base} as they are.\n{warning}"
     text = f"\n## Base\n\nIt was trained on {trained}. On other weights it computes something else.\n"
@@ -93,7 +105,7 @@ def base_section(model: ModelConfig, run: Path | None, adapter: Mapping[str, Any
     one = "Each line" if len(commands) > 1 else "This line"
     shown = "\n".join(f"    {command}" for command in commands)
     load = _PACKED if _is_packed(model) else _PLAIN
-    serve = warning or f"\nor `vllm serve base {options} --lora-modules adapter=ADAPTER`.\n"
+    serve = warning or f"\nor `vllm serve base {vllm_options(adapter)} --lora-modules adapter=ADAPTER`.\n"
     return f"{text}{one} writes the base that it was trained on:\n\n{shown}\n{load}{serve}"
 
 

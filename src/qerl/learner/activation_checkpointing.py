@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qerl.kernels.runtime.host_memory import usable_host_bytes
-from qerl.learner.chunked_mlp import feed_backward, feed_forward, mlp_linears, num_chunks
+from qerl.learner.chunked_mlp import fed_modules, feed_backward, feed_forward, num_chunks
 from qerl.learner.kept_on_host import OnHost
 from qerl.models.decoder import Attend, Layer, RowContext, RunLayer, run_layer
 from qerl.models.linear_pass import LinearPass
@@ -108,7 +108,7 @@ def _gradients(call: _Call, h_TD: Tensor, masters: list[Tensor], dy_TD: Tensor) 
     mixed_TD = call.mix(h_TD)
     edge = get_gradient_edge(mixed_TD)
     mixed_TD = mixed_TD.detach()
-    of_mlp = {id(x) for linear in mlp_linears(call.layer) for x in linear.parameters()}
+    of_mlp = {id(x) for module in fed_modules(call.layer) for x in module.parameters()}
     fed, mixing = ([x for x in masters if (id(x) in of_mlp) is is_fed] for is_fed in (True, False))
     dmixed_TD, dfed = feed_backward(call.layer, mixed_TD, call.context, call.layer_index, dy_TD, fed)
     del mixed_TD  # as large as h

@@ -36,6 +36,7 @@ from qerl.models.checkpoint.safetensors_parts import safetensors_parts
 from qerl.models.checkpoint.source import base_name
 from qerl.models.peft.adapter import adapted_linears, targets_of
 from qerl.models.peft.peft_experts import expert_parameters
+from qerl.models.peft.peft_modules import modules_to_save
 from qerl.models.peft.peft_names import peft_linears, peft_targets, peft_tensors
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.policy_model import PolicyModel
@@ -228,7 +229,7 @@ def adapter_description(adapter: AdapterConfig, base: ModelConfig, model: Policy
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": modules_to_save(model.architecture, adapter),
         "use_dora": False,
         "use_rslora": adapter.use_rslora,
     }

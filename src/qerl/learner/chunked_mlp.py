@@ -1,7 +1,7 @@
 """The MLP of a layer that is run again for its backward pass, CHUNK_ROWS rows at a time.
 
     forward     h[rows] = feed(h[rows])
-    backward    dh[rows] and the adapters' gradients of feed(h[rows]), from the last rows to the first
+    backward    dh[rows] and the masters' gradients of feed(h[rows]), from the last rows to the first
 
 Gate, up and their gradients take 190 KB a row of an 8B model, more than all else of the layer; so they are
 in memory for one chunk, at most CHUNK_ROWS rows. A layer with more rows is always chunked: the products are
@@ -17,7 +17,7 @@ are drawn for all rows at once, and FP8Flow, which scales blocks of rows.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qerl.formats import FP8Flow
 from qerl.kernels.pointwise.matmul_fp32 import row_chunks
@@ -40,6 +40,12 @@ def _needs_all_rows(linear: QuantLinear, linear_pass: LinearPass) -> bool:
 
 def mlp_linears(layer: Layer) -> list[QuantLinear]:
     return [linear for group in layer.mlp.linear_groups for linear in group]
+
+
+def fed_modules(layer: Layer) -> list[nn.Module]:
+    """Return those of layer.feed: the MLP and its norms."""
+    norms = [getattr(layer, name) for name in (layer.norms.before_mlp, layer.norms.after_mlp) if name]
+    return [layer.mlp, *norms]
 
 
 def feed_forward(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int) -> Tensor:

@@ -50,6 +50,7 @@ class DecoderForward:
             softcap=head.softcap,
             chunk_tokens=head.chunk_tokens,
             mask=batch.mask,
+            master_VD=self._decoder.lm_head.full,
         )
 
     def hidden(self, batch: PackedBatch, linear_pass: LinearPass) -> Tensor:

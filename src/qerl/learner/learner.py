@@ -57,6 +57,7 @@ from qerl.models.device import best_kernels
 from qerl.models.linear_pass import LinearPass
 from qerl.models.peft.adapter import adapter_off, adapter_tensors, dropout_of, load_adapter, publish
 from qerl.models.policy_model import PolicyModel
+from qerl.models.trained_weight import weight_shifts
 from qerl.types import Group
 
 _UNCORRECTED = AlgoConfig(importance="none")
@@ -125,6 +126,7 @@ class Learner:
             "trained_samples": sum(share.num_samples for share in shares),
             "micro_tokens": self.micro_tokens,
             "lora_dropout": self.config.adapter.dropout,
+            **{name: shift.item() for name, shift in weight_shifts(self.decoder).items()},
             **sampling_metrics(tallies),
             **update_metrics(updates, tallies),
         }

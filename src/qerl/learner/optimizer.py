@@ -7,7 +7,7 @@ bitsandbytes keeps the moments of tensors under 4,096 elements in fp32; it count
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,19 +24,24 @@ class FusedAdamW:
     The methods of torch.optim.Optimizer import torch._dynamo, 2 of the 6 CPU seconds in which a run starts.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], **settings: Any):
-        self.param_groups: list[dict[str, Any]] = [{"params": parameters, **settings}]
+    def __init__(self, parameters: list[nn.Parameter] | list[dict[str, Any]], **settings: Any):
+        groups = [x for x in parameters if isinstance(x, dict)] or [{"params": parameters}]
+        self.param_groups: list[dict[str, Any]] = [settings | group for group in groups]
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         assert set_to_none
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     @torch.no_grad()
     def step(self, is_skipped: Tensor | None = None) -> None:
         """is_skipped: fp32, on the device; 1 leaves the parameters and their state as they are."""
-        settings = dict(self.param_groups[0])
+        for group in self.param_groups:
+            self._step_group(dict(group), is_skipped)
+
+    def _step_group(self, settings: dict[str, Any], is_skipped: Tensor | None) -> None:
         parameters = [x for x in settings.pop("params") if x.grad is not None]
         for parameter in parameters:
             if parameter not in self.state:
@@ -66,16 +71,25 @@ def step_if(optimizer: Optimizer, is_finite: Tensor) -> None:
 
 
 def new_optimizer(masters: Mapping[str, nn.Parameter], learn: LearnConfig) -> Optimizer:
-    parameters = list(masters.values())
+    groups = _groups(masters.values())
     settings: dict[str, Any] = {"lr": learn.learning_rate, "betas": learn.betas}
     settings |= {"eps": learn.adam_epsilon, "weight_decay": learn.weight_decay}
     if learn.optim == "adamw":
-        return FusedAdamW(parameters, **settings)
+        return FusedAdamW(groups, **settings)
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError:
         raise UserError("learn.optim = adamw_8bit needs bitsandbytes: pip install bitsandbytes") from None
-    return AdamW8bit(parameters, **settings)
+    return AdamW8bit(groups, **settings)
+
+
+def _groups(masters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return AdamW's groups: norms (of one dimension) are not decayed, as in transformers' Trainer."""
+    matrices, norms = [], []
+    for master in masters:
+        (matrices if master.dim() > 1 else norms).append(master)
+    groups: list[dict[str, Any]] = [{"params": matrices}]
+    return [*groups, {"params": norms, "weight_decay": 0.0}] if norms else groups
 
 
 def state_of(optimizer: Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

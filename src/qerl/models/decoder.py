@@ -29,6 +29,7 @@ from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.attention.head_norm import HeadNorms, turned_heads
+from qerl.kernels.head.trained_embedding import trained_embedding
 from qerl.kernels.pointwise.rms_norm import rms_norm
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.adapter_bank import AdapterBank
@@ -329,13 +330,19 @@ class Decoder(nn.Module):
         if self.adapter_bank is not None and noise_rows_T is not None:
             linear_pass = dataclasses.replace(linear_pass, row_adapters=self.adapter_bank.at(noise_rows_T))
         context = RowContext(angles, noise_rows_T, recur, route, expert_rows, known, linear_pass)
-        h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
+        h_TD = self._embedded(tokens_T)
         if self.embedding_scale != 1:
             h_TD.mul_(self.embedding_scale)
         for layer_index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             h_TD = run_layer(layer, h_TD, context, layer_index, attend)
         return self.norm(h_TD)
+
+    def _embedded(self, tokens_T: Tensor) -> Tensor:
+        weight, master = self.embed_tokens.weight, self.embed_tokens.full
+        if master is None or not torch.is_grad_enabled():
+            return F.embedding(tokens_T, weight).float()
+        return trained_embedding(tokens_T, weight, master)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits, fp32 [T, V], without a gradient."""

@@ -23,11 +23,15 @@ from qerl.models.linear_pass import PLAIN, LinearPass, OperandCache
 
 
 class FrozenWeight(nn.Module):
-    """One frozen tensor: an embedding, an untied head, or the weights of a norm or a convolution."""
+    """One tensor: an embedding, an untied head, or the weights of a norm or a convolution. If it is trained,
+    `full` is its master and `base` what it was before (models/trained_weight.py)."""
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.weight: Tensor
+        self.full: nn.Parameter | None
+        self.register_parameter("full", None)
+        self.base: Tensor | None = None
         self.register_buffer("weight", torch.empty(shape, dtype=dtype, device=device))
 
 

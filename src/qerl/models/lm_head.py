@@ -60,6 +60,9 @@ class LMHead(nn.Module):
         self.compute, self.shape = weight_VD.dtype, (weight_VD.shape[0], weight_VD.shape[1])
         self.weight: Tensor | None
         self.register_buffer("weight", weight_VD)
+        self.full: nn.Parameter | None
+        self.register_parameter("full", None)
+        self.base: Tensor | None = None
         self.packed: PackedWeight | None = None
         """Weight in FP8 or NVFP4, which replaces `weight`."""
         self.alpha = scale

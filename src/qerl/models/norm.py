@@ -1,6 +1,6 @@
 """RMSNorm without noise: y = x / sqrt(mean(x^2) + eps) * weight, fp32 inside, y in the compute dtype.
 
-The norms that AQN adds noise to are in `aqn/noised_norm.py`. Weights are frozen: only x gets a gradient.
+The norms that AQN adds noise to are in `aqn/noised_norm.py`. A weight that is trained has a master, `full`.
 """
 
 import torch
@@ -20,4 +20,4 @@ class RMSNorm(FrozenWeight):
         return self(y_TD)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, None, self.eps, dtype=self.compute)
+        return rms_norm(x, self.weight, None, self.eps, dtype=self.compute, master_D=self.full)

@@ -95,6 +95,7 @@ class ServedAdapters:
         require(is_below, f"lora_path: must lie below {self._folder}, got {path[:200]!r}")
         config = adapter_config(str(folder))
         require(config.experts == "none", f"{folder}: adapters of experts cannot be loaded by request")
+        require(not config.trains_whole, f"{folder}: modules_to_save: they cannot be loaded by request")
         adapted, usual = adapted_linears(self._decoder, config), config.scaling(config.rank)
         linears = {
             f"{PEFT_PREFIX}{self._decoder.name_prefix}{name}": (linear, adapted[name])

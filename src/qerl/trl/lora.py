@@ -12,10 +12,12 @@ from typing import Any
 
 from qerl.config import AdapterConfig, ModelConfig
 from qerl.errors import UserError, require
+from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.peft.peft_experts import experts_of_settings
 from qerl.models.peft.peft_fields import NO_EFFECT, check_fields
+from qerl.models.peft.peft_modules import wholes_of_settings
 from qerl.models.peft.peft_selection import (
     Module,
     modules_of,
@@ -45,10 +47,11 @@ def adapter_config(peft_config: Any, base: AdapterConfig, model: ModelConfig) ->
         experts = experts_of_settings(settings)
         targets = settings.setdefault("target_modules", None if experts else _PEFT_TARGETS)
         require(bool(targets), "target_modules must name at least one linear, got none")
-        modules, others = _modules(model)
+        modules, others, architecture = _modules(model)
         selected, notices = select(settings, modules, others)
         numbers, unused = rank_and_alpha(settings, selected)
         fields = numbers | parts_and_layers(selected, modules) | experts
+        fields |= wholes_of_settings(settings, architecture)
     for notice in notices + unused:
         _logger.warning("peft_config.%s", notice)
     if describing := sorted(changed.keys() & NO_EFFECT):
@@ -67,14 +70,16 @@ def _changed(peft_config: Any) -> dict[str, Any]:
     return {name: value for name, value in changed.items() if name != "peft_version"}
 
 
-def _modules(model: ModelConfig) -> tuple[list[Module], list[str]]:
-    """Return the linears that may have an adapter, and the names of other modules that PEFT could adapt."""
+def _modules(model: ModelConfig) -> tuple[list[Module], list[str], Architecture | None]:
+    """Return the linears that may have an adapter, the names of other modules that PEFT could adapt, and the
+    architecture; None if transformers' code runs the model."""
     source = locate(model.path)
     if backend_of(model) == "qerl":
-        return modules_of(architecture_of(source.open()))
+        architecture = architecture_of(source.open())
+        return *modules_of(architecture), architecture
     from qerl.models.transformers_backend.transformers_loader import linear_names  # takes seconds to import
 
-    return [named_module(name) for name in linear_names(source)], ["lm_head"]
+    return [named_module(name) for name in linear_names(source)], ["lm_head"], None
 
 
 @contextmanager

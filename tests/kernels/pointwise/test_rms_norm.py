@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import rms_error
+from qerl.kernels.pointwise import matmul_fp32
 from qerl.kernels.pointwise import rms_norm as op
 
 EPS = 1e-3
@@ -111,3 +112,42 @@ def test_a_fork_is_the_norm_and_a_copy_and_both_gradients_reach_h(rows, width, d
     assert rms_error(both, alone + dh) < 1e-6
     with torch.no_grad():
         assert op.fork(h, weight, noise, EPS, dtype=torch.bfloat16)[1] is h
+
+
+@pytest.mark.parametrize("form", ("vector", "table", "fork", "heads"))
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
+)
+@pytest.mark.parametrize(("rows", "width"), op.CASES)
+def test_the_master_of_a_weight_gets_the_definitions_gradient(
+    rows, width, x_dtype, dtype, form, device, rng, monkeypatch
+):
+    """Also in chunks of rows, and whatever the noise; the input's gradient stays the same."""
+    monkeypatch.setattr(op, "_SUMMED_ROWS", 4)
+    monkeypatch.setattr(matmul_fp32, "CHUNK_ROWS", 10)
+    x, dy, weight, noise = _case(rows, width, x_dtype, device, rng)
+    dy, rows_T = dy.to(dtype), None
+    if form == "table":
+        noise = torch.randn(3, width, generator=rng).to(device)
+        rows_T = torch.randint(0, 3, (rows,), generator=rng).to(device, torch.int32)
+    master = weight.clone().requires_grad_()
+
+    def normed(x, master_D=None):
+        options = {"dtype": dtype, "rows_T": rows_T, "master_D": master_D}
+        if form == "heads":
+            return op.rms_norm(x.view(1, rows, width), weight, noise, EPS, **options).view(rows, width)
+        return (
+            (op.fork(x, weight, noise, EPS, **options)[0])
+            if form == "fork"
+            else op.rms_norm(x, weight, noise, EPS, **options)
+        )
+
+    x = x.requires_grad_()
+    dx, dmaster = torch.autograd.grad(normed(x, master), [x, master], dy)
+    weight64 = weight.double().requires_grad_()
+    truth = op.reference(x.detach(), weight64, noise, EPS, rows_T)
+    (expected,) = torch.autograd.grad(truth, weight64, dy.double())
+    assert dmaster.dtype == torch.float32 and rms_error(dmaster, expected) < 1e-6
+    assert torch.equal(dx, *torch.autograd.grad(normed(x), x, dy))
+    (alone,) = torch.autograd.grad(normed(x.detach(), master), master, dy)
+    assert torch.equal(alone, dmaster)

@@ -24,6 +24,9 @@ columns P after the other. r is the target if it is there, else another token:
 No tensor is larger than [chunk_tokens, columns], and a packed head is unpacked a slice at a time, once for
 all rows.
 
+A head that is trained has a master, whose gradient the backward pass adds up from the logits of some rows at
+a time, computed once more: sum_c grad_c (onehot(target) - p_cV)^T hidden_c / temperature.
+
 On a GPU in bfloat16 one kernel reads a chunk's logits twice and writes onehot - p: 14 bytes per logit,
 including the product's. torch's operations move about 75, which takes as long again as the products. A soft
 cap is computed in it too.
@@ -35,7 +38,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl.kernels.head.head_operand import HeadOperand, PackedOperand, operand_rows, slices_of
+from qerl.kernels.head.head_operand import (
+    MAX_COLUMNS,
+    HeadOperand,
+    PackedOperand,
+    operand_rows,
+    slices_of,
+)
 from qerl.kernels.head.token_mask import TokenMask
 from qerl.kernels.pointwise.add_rows import add_rows
 from qerl.kernels.pointwise.matmul_fp32 import add_product, product
@@ -326,21 +335,48 @@ def scatter_rows(
     return d_TD
 
 
+def _head_gradient(
+    hidden_TD: Tensor, rows_C: Tensor, head_VD: Tensor, targets_C: Tensor, settings: _Settings, grad_C: Tensor
+) -> Tensor:
+    """Return the gradient in the head, fp32 [V, D], of logprobs with the gradients grad_C."""
+    total_VD = torch.zeros(head_VD.shape, dtype=torch.float32, device=head_VD.device)
+    step = max(settings.chunk_tokens * MAX_COLUMNS // max(len(head_VD), MAX_COLUMNS), 1)
+    for start in range(0, len(rows_C), step):
+        some = slice(start, start + step)
+        hidden_CD = hidden_TD.index_select(0, rows_C[some]).to(head_VD.dtype)
+        logits_CV = product(hidden_CD, head_VD.T)
+        bend_CV = settings.bend_(logits_CV, start, 0)
+        _, _, slope_CV = _chunk(logits_CV, head_VD, targets_C[some, None], settings.temperature, True)
+        del logits_CV
+        assert slope_CV is not None
+        slope_CV = slope_CV if bend_CV is None else slope_CV.mul_(bend_CV)
+        weighted_CD = (hidden_CD * (grad_C[some, None] / settings.temperature)).to(head_VD.dtype)
+        add_product(total_VD, slope_CV.T, weighted_CD)
+        del slope_CV
+    return total_VD
+
+
 class _Logprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD, rows_C, head, targets_C, settings):
+    def forward(ctx: Any, hidden_TD, rows_C, head, targets_C, settings, master_VD):
         slope_CD = torch.empty(len(rows_C), hidden_TD.shape[1], dtype=torch.float32, device=hidden_TD.device)
         logprob_C, entropy_C = _walk(hidden_TD, rows_C, head, targets_C, settings, slope_CD)
-        ctx.save_for_backward(slope_CD, rows_C)
+        for_head = () if master_VD is None else (hidden_TD, head, targets_C)
+        ctx.save_for_backward(slope_CD, rows_C, *for_head)
+        ctx.settings = settings
         ctx.shape, ctx.dtype, ctx.chunk_tokens = hidden_TD.shape, hidden_TD.dtype, settings.chunk_tokens
         ctx.mark_non_differentiable(entropy_C)
         return logprob_C, entropy_C
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        slope_CD, rows_C = ctx.saved_tensors
+        slope_CD, rows_C, *for_head = ctx.saved_tensors
         d_TD = scatter_rows(slope_CD, rows_C, grads[0], ctx.shape, ctx.chunk_tokens)
-        return d_TD.to(ctx.dtype), *[None] * 4
+        d_VD = None
+        if for_head:
+            hidden_TD, head_VD, targets_C = for_head
+            d_VD = _head_gradient(hidden_TD, rows_C, head_VD, targets_C, ctx.settings, grads[0])
+        return d_TD.to(ctx.dtype), *[None] * 4, d_VD
 
 
 def chunked_logprob(
@@ -353,10 +389,12 @@ def chunked_logprob(
     rows_C: Tensor | None = None,
     softcap: Softcap | None = None,
     mask: TokenMask | None = None,
+    master_VD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 (logprob_C, entropy_C). logprob is differentiable in hidden_TD; entropy has no gradient.
 
-    rows_C: None means one target per row. mask: None means every token is allowed.
+    rows_C: None means one target per row. mask: None means every token is allowed. master_VD: gets the
+    gradient of a head that is a tensor.
     """
     if rows_C is None:
         rows_C = torch.arange(len(hidden_TD), device=hidden_TD.device)
@@ -365,6 +403,7 @@ def chunked_logprob(
     assert isinstance(head, PackedOperand) or head.stride(1) == 1
     assert temperature > 0 and chunk_tokens > 0
     settings = _Settings(temperature, chunk_tokens, softcap, mask)
-    if hidden_TD.requires_grad and torch.is_grad_enabled():
-        return _Logprob.apply(hidden_TD, rows_C, head, targets_C, settings)
+    assert master_VD is None or isinstance(head, Tensor)
+    if (hidden_TD.requires_grad or master_VD is not None) and torch.is_grad_enabled():
+        return _Logprob.apply(hidden_TD, rows_C, head, targets_C, settings, master_VD)
     return _walk(hidden_TD.detach(), rows_C, head, targets_C, settings, None)

@@ -6,7 +6,8 @@ Assumed: the KV cache and the learner use the same memory in turns (kernels/runt
 weights are packed, and all samples have the maximum length. Shorter samples fill
 learn.max_tokens_per_microbatch better. qerl.cost has the bytes of each part; of n weights in the adapter:
 
-    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n, not of experts
+    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n, not of experts;
+                     of modules trained whole a copy as they were
     gradients        4 n                                            moments           8 n, or 2 n + n / 32
     KV cache         all samples at once, up to engine.max_num_seqs or engine.kv_cache_gb; with branches, the
                      pages of all samples in addition; recurrent states of samples and prompts
@@ -32,10 +33,12 @@ from qerl.cost.form import ModelForm
 from qerl.cost.operands import adapter_column_bytes, int8_bytes, operand_cache_bytes, unpacked_bytes
 from qerl.cost.prefill import batched_tokens
 from qerl.cost.weights import (
+    base_bytes,
     embedding_bytes,
     num_active_params,
     num_expert_adapter_weights,
     num_trained_weights,
+    num_whole_weights,
     optimizer_bytes,
     weight_bytes,
 )
@@ -197,7 +200,8 @@ def memory_parts(
     sampler = 0 if of_sampler is None else weight_bytes(in_one_format, of_sampler)
     num_noise_rows = 1 if config.noise.scope == "step" else 1 + config.num_noises
     embedding = embedding_bytes(a, form.head_format, num_noise_rows, form.element_bytes)
-    copied = 2 * n - num_expert_adapter_weights(a, config.adapter)
+    copied = 2 * (n - num_whole_weights(a, config.adapter)) - num_expert_adapter_weights(a, config.adapter)
+    before = base_bytes(a, config.adapter, form.element_bytes)
     copies = form.element_bytes * copied + adapter_column_bytes(a, form)
     copies = copies if config.adapter.kind == "lora" else 0
     backward = "a layer's backward pass" if layers > head else "the head's passes"
@@ -207,16 +211,27 @@ def memory_parts(
         MemoryPart("embedding, head, norms", embedding, "always"),
         MemoryPart("adapter's masters", 4 * n, "always"),
         MemoryPart("adapter's working copies", copies, "always"),
+        *([MemoryPart("whole modules as they were", before, "always")] if before else []),
         MemoryPart("optimizer's moments", optimizer_bytes(n, learn.optim), "always"),
         MemoryPart("KV cache", kv_cache_bytes(a, config, prompt_tokens), "sampling"),
         MemoryPart("CUDA", CONTEXT_BYTES, "always"),
         MemoryPart("prefill", pass_bytes(a, form, prefill_rows), "sampling"),
         *_teacher_parts(a, config, rows),
         MemoryPart("adapter's gradients", 4 * n, "learning"),
+        *_table_parts(a, config, rows),
         MemoryPart(f"activations saved for {rows} rows", saved, "learning"),
         MemoryPart(backward, max(layers, head), "learning"),
         MemoryPart("layer inputs", host_bytes(a, learn, rows), "on the host"),
     ]
+
+
+def _table_parts(a: Architecture, config: RunConfig, rows: int) -> list[MemoryPart]:
+    """Return what an embedding or a head that is trained whole needs in a micro-batch: its gradient, before
+    that is added to the others', and the head's inputs."""
+    names = config.adapter.modules_to_save
+    inputs = rows * a.width * form_of(config).element_bytes * ("lm_head" in names)
+    size = 4 * len(names) * a.vocab_size * a.width + inputs
+    return [MemoryPart("a batch's gradients of tables", size, "learning")] if size else []
 
 
 def _teacher_parts(a: Architecture, config: RunConfig, rows: int) -> list[MemoryPart]:

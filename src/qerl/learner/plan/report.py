@@ -2,7 +2,8 @@
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from qerl.config import ModelConfig, RunConfig
@@ -12,6 +13,7 @@ from qerl.errors import UserError, quantity
 from qerl.learner.plan.clients import clients_bytes, with_clients
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
+    MemoryPart,
     can_cache_operands,
     float_evaluation_bytes,
     form_of,
@@ -109,22 +111,22 @@ def options_that_fit(
         need = _needed_bytes(a, resolved, prompt_tokens, gpu_bytes)
         if changed != config and need <= USABLE_SHARE * gpu_bytes:
             takes = f"{need / 1e9:8.2f} GB, {_rate(gpu, a, resolved, lengths)}"
-            lines.append(f"{_as_options(options):64}{takes}")
+            lines.append(f"{as_options(options):64}{takes}")
             sufficient.append(options)
     return lines
 
 
-_LAYER = "learn", "gradient_checkpointing", "layer"
-_OFFLOAD = "learn", "gradient_checkpointing", "offload"
-_MICROBATCH, _FP8_CACHE = ("learn", "max_tokens_per_microbatch", 2048), ("engine", "kv_cache_dtype", "fp8")
+LAYER = "learn", "gradient_checkpointing", "layer"
+OFFLOAD = "learn", "gradient_checkpointing", "offload"
+MICROBATCH, _FP8_CACHE = ("learn", "max_tokens_per_microbatch", 2048), ("engine", "kv_cache_dtype", "fp8")
 _OPTION_SETS = (
-    *((one,) for one in (_LAYER, _OFFLOAD, _MICROBATCH, _FP8_CACHE)),
-    *((one, other) for one in (_LAYER, _OFFLOAD) for other in (_MICROBATCH, _FP8_CACHE)),
-    (_OFFLOAD, _MICROBATCH, _FP8_CACHE),
+    *((one,) for one in (LAYER, OFFLOAD, MICROBATCH, _FP8_CACHE)),
+    *((one, other) for one in (LAYER, OFFLOAD) for other in (MICROBATCH, _FP8_CACHE)),
+    (OFFLOAD, MICROBATCH, _FP8_CACHE),
 )
 
 
-def _as_options(options: Iterable[tuple[str, str, Any]]) -> str:
+def as_options(options: Iterable[tuple[str, str, Any]]) -> str:
     return " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
 
 
@@ -156,11 +158,11 @@ def _choices(
     which more of them do."""
     at_once = resident_samples(a, resolved, lengths[0])
     lines = [f"  {'as it is':48}{_rate(gpu, a, resolved, lengths)}"]
-    for option in (_FP8_CACHE, _OFFLOAD, ("model", "head_format", "nvfp4"), ("adapter", "rank", 16)):
+    for option in (_FP8_CACHE, OFFLOAD, ("model", "head_format", "nvfp4"), ("adapter", "rank", 16)):
         changed = _as_run(a, with_fields(config, option[0], **{option[1]: option[2]}), lengths[0], gpu_bytes)
         need = peak_bytes(memory_parts(a, changed, lengths[0]))
         if resident_samples(a, changed, lengths[0]) > at_once and need <= USABLE_SHARE * gpu_bytes:
-            lines.append(f"  {_as_options([option]):48}{_rate(gpu, a, changed, lengths)}")
+            lines.append(f"  {as_options([option]):48}{_rate(gpu, a, changed, lengths)}")
     return lines
 
 
@@ -198,10 +200,7 @@ def format_plan(
     peak = max(peak_bytes(parts), *before.values())
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
     advice = _advice(a, config, resolved, lengths, gpu_bytes, gpu, fits=fits)
-    lines = [
-        f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
-    ]
-    lines += [f"{name:36}{size / 1e9:8.2f} GB   before training" for name, size in before.items() if size]
+    lines = part_lines(parts, peak, gpu_gb, before)
     is_auto = resolved.learn.gradient_checkpointing != config.learn.gradient_checkpointing
     auto = " (auto)" if is_auto else ""
     trained = f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "full weights trained"
@@ -215,8 +214,6 @@ def format_plan(
             *([layout] if (layout := read_layout(model, config.model.format)) else ()),
             "",
             *lines,
-            f"{'peak':36}{peak / 1e9:8.2f} GB   {'fits' if fits else 'does not fit'} into {gpu_gb:g} GB,"
-            f" {1 - USABLE_SHARE:.0%} of it kept free",
             "",
             *advice,
             *([f"GB of options are without the clients' {added / 1e9:.2f}"] if added and not fits else ()),
@@ -224,6 +221,22 @@ def format_plan(
         ]
     )
     return text, fits
+
+
+def part_lines(
+    parts: Iterable[MemoryPart],
+    peak: float,
+    gpu_gb: float,
+    before: Mapping[str, float] = MappingProxyType({}),
+) -> list[str]:
+    """Return the lines of the parts, of what is done before training, and of the peak in bytes."""
+    fits = "fits" if peak <= USABLE_SHARE * gpu_gb * 1e9 else "does not fit"
+    limit = f"{gpu_gb:g} GB, {1 - USABLE_SHARE:.0%} of it kept free"
+    return [
+        *(f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes),
+        *(f"{name:36}{size / 1e9:8.2f} GB   before training" for name, size in before.items() if size),
+        f"{'peak':36}{peak / 1e9:8.2f} GB   {fits} into {limit}",
+    ]
 
 
 def _advice(

@@ -3,7 +3,8 @@
     W + scaling * B @ A,   scaling = alpha / rank,   A_RK uniform in +-1 / sqrt(K),   B_NR zero
 
 A new adapter changes no output bit: `tests/models/peft/test_adapter.py`. With adapter.kind full, the fp32
-masters of the weights take the adapter's place, under Hugging Face's names.
+masters of the weights take the adapter's place, under Hugging Face's names. Weights that are trained whole
+beside it (trained_weight.py) have PEFT's names too.
 """
 
 import contextlib
@@ -32,6 +33,15 @@ from qerl.models.peft.peft_selection import (
     unused_entries,
 )
 from qerl.models.policy_model import PolicyModel
+from qerl.models.trained_weight import (
+    Module,
+    base_weights,
+    learn_wholes,
+    publish_weights,
+    replaced_weights,
+    trained_weights,
+    wholes_of,
+)
 
 _EXPERTS = 1  # keeps these seeds apart from the linears'
 
@@ -53,6 +63,11 @@ def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
             linear.add_adapter(a_RK.to(decoder.device), b_NR.to(decoder.device), scaling)
     if config.experts != "none":
         _add_expert_adapters(decoder, config, seed)
+    if config.trains_whole:
+        if not isinstance(decoder, Decoder):
+            field = "train_norms" if config.train_norms else "modules_to_save"
+            raise UserError(f"adapter.{field} needs the package's own decoder (model.backend)")
+        learn_wholes(decoder, config)
 
 
 def check_rank(decoder: PolicyModel, config: AdapterConfig) -> None:
@@ -150,6 +165,7 @@ def _new_a(shape: tuple[int, ...], seed: int) -> Tensor:
 def publish(decoder: PolicyModel) -> None:
     """Copy the fp32 masters into the working copies that the forward pass multiplies by."""
     copy_masters([linear for _, linear in _linears(decoder)])
+    publish_weights(decoder)
 
 
 def _linears(decoder: PolicyModel) -> Iterator[tuple[str, QuantLinear | ExpertLinear]]:
@@ -173,7 +189,8 @@ def adapter_off(decoder: PolicyModel) -> Iterator[None]:
     try:
         for linear, _ in before:
             linear.adapter_enabled = False
-        yield
+        with replaced_weights(base_weights(decoder)):
+            yield
     finally:
         for linear, enabled in before:
             linear.adapter_enabled = enabled
@@ -187,6 +204,8 @@ class OtherAdapter:
         """tensors: with PEFT's names or the decoder's own. Raise UserError if they do not fit the decoder."""
         linears = {name: (linear, numbers) for _, name, linear, numbers in _targeted(decoder, config)}
         names = [f"{PREFIX}{name}.lora_{side}.weight" for name in linears for side in "AB"]
+        wholes = wholes_of(decoder, config)
+        names += [_whole_name(name) for name, _, _ in wholes]
         tensors = _decoder_tensors(decoder, tensors, names)
         self._decoder, self._usual = decoder, config.scaling(config.rank)
         self._tensors: dict[str, tuple[Tensor, ...]] = {}
@@ -203,6 +222,14 @@ class OtherAdapter:
             masters = [t.detach().to(decoder.device, torch.float32, copy=True) for t in (a_RK, b_NR)]
             work = [t.to(linear.compute, copy=True) for t in masters]
             self._tensors[name] = *(nn.Parameter(t, requires_grad=False) for t in masters), *work
+        self._weights: dict[Module, Tensor] = base_weights(decoder)
+        for name, module, offset in wholes:
+            weight = tensors[_whole_name(name)].detach()
+            assert module.weight is not None
+            if weight.shape != module.weight.shape:
+                shapes = f"{tuple(module.weight.shape)}, got {tuple(weight.shape)}"
+                raise UserError(f"{name}: the adapter's weight must have the shape {shapes}")
+            self._weights[module] = (weight.to(decoder.device, torch.float32) + offset).to(module.weight)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Decoder]:
@@ -216,7 +243,7 @@ class OtherAdapter:
                 values = (*self._tensors.get(name, (None,) * 4), scaling, is_fused, True)
                 for field, value in zip(_ADAPTER_FIELDS, values, strict=True):
                     setattr(linear, field, value)
-            with torch.no_grad():
+            with torch.no_grad(), replaced_weights(self._weights):
                 yield self._decoder
         finally:
             for linear, values in before:
@@ -237,12 +264,22 @@ def dropout_of(decoder: PolicyModel, rate: float, *coordinates: int) -> Mapping[
 def adapter_tensors(decoder: PolicyModel) -> dict[str, nn.Parameter]:
     """Return the masters, not copies, by their names in a PEFT checkpoint of linears that are stored one by
     one (peft_names.py)."""
-    return {
+    masters = {
         master_name: master
         for name, linear in _linears(decoder)
         for master_name, master in _masters(decoder.name_prefix + name, linear)
         if master is not None
     }
+    return masters | {
+        _whole_name(name): module.full
+        for name, module, _ in trained_weights(decoder)
+        if module.full is not None
+    }
+
+
+def _whole_name(name: str) -> str:
+    """Return PEFT's name of a weight that is trained whole."""
+    return f"{PEFT_PREFIX if name == 'lm_head' else PREFIX}{name}.weight"
 
 
 def _masters(name: str, linear: QuantLinear | ExpertLinear) -> list[tuple[str, nn.Parameter | None]]:

@@ -9,7 +9,7 @@ from qerl.models.families.reader import short_text
 
 READ = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
 }
 NO_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "peft_version", "runtime_config"),

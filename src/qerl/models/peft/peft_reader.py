@@ -18,6 +18,7 @@ from qerl.errors import UserError, did_you_mean_folder, naming
 from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.peft.peft_experts import experts_of_settings
 from qerl.models.peft.peft_fields import NO_EFFECT, check_fields
+from qerl.models.peft.peft_modules import wholes_of_tensors
 from qerl.models.peft.peft_names import PEFT_PREFIX
 from qerl.models.peft.peft_selection import (
     Module,
@@ -52,6 +53,12 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
         value, expected = getattr(stored, field), getattr(config, field)
         if value != expected:
             raise UserError(f"{folder}: {field} is {value!r}, adapter.{field} is {expected!r}")
+    if stored.train_norms != config.train_norms:
+        has = "has" if stored.train_norms else "has no"
+        raise UserError(f"{folder}: {has} trained norms, adapter.train_norms is {config.train_norms}")
+    tables, expected = list(stored.modules_to_save), sorted(config.modules_to_save)
+    if tables != expected:
+        raise UserError(f"{folder}: modules_to_save has {tables}, adapter.modules_to_save is {expected}")
     targets, expected = list(stored.target_modules), sorted(set(config.target_modules))
     if targets != expected:
         raise UserError(f"{folder}: targets {targets}, adapter.target_modules are {expected}")
@@ -69,7 +76,8 @@ def adapter_config(path: str) -> AdapterConfig:
     """Return an AdapterConfig that continues from this folder: its rank, alpha, dropout and linears."""
     folder = Path(path).expanduser()
     settings = _read_settings(folder)
-    modules = _modules(folder / ADAPTER)
+    names = _tensor_names(folder / ADAPTER)
+    modules = _modules(names)
     with naming(folder):
         check_fields(settings, no_effect=_DESCRIBES, init=_SAME_BASE)
         _check_types(settings)
@@ -77,6 +85,7 @@ def adapter_config(path: str) -> AdapterConfig:
         numbers = _numbers(settings, modules)
         alpha = numbers["alpha"]
         experts = experts_of_settings(settings)
+        wholes = wholes_of_tensors(settings, [name for name in names if ".lora_" not in name])
         of_experts = settings["lora_alpha"] * alpha_factor(settings, settings["r"])
         if experts and alpha != of_experts:
             raise UserError(f"alpha_pattern gives linears {alpha:g}, target_parameters have {of_experts:g}")
@@ -93,6 +102,7 @@ def adapter_config(path: str) -> AdapterConfig:
         layers_to_transform=None if is_everywhere else tuple(sorted(layers)),
         init_from=path,
         **experts,
+        **wholes,
     )
 
 
@@ -108,13 +118,17 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return read_json(folder / ADAPTER_CONFIG)
 
 
-def _modules(file: Path) -> list[Module]:
-    """Return the linears of transformers' model of which the file has an A."""
+def _tensor_names(file: Path) -> list[str]:
+    """Return the names of the file's tensors in transformers' model."""
     try:
         with safe_open(file, "pt") as tensors:
-            names = [name.removeprefix(PEFT_PREFIX) for name in tensors.keys()]  # noqa: SIM118
+            return [name.removeprefix(PEFT_PREFIX) for name in tensors.keys()]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
+
+
+def _modules(names: list[str]) -> list[Module]:
+    """Return the linears that have an A."""
     ending = ".lora_A.weight"
     modules = [name.removesuffix(ending) for name in names if name.endswith(ending)]
     return [named_module(name) for name in modules if ".experts" not in name]
@@ -135,10 +149,11 @@ def _check_types(settings: dict[str, Any]) -> None:
             raise UserError(f"{field} must be an object of numbers, got {patterns!r}")
         if odd := [key for key in patterns if not re.fullmatch(r"[\w.^$\\-]+", key)]:
             raise UserError(f"{field} must name linears, got the pattern {odd[0]!r}")  # may take forever
-    for field in ("target_modules", "exclude_modules", "layers_pattern", "target_parameters"):
+    lists = "target_parameters", "modules_to_save"
+    for field in ("target_modules", "exclude_modules", "layers_pattern", *lists):
         value = settings.get(field) or []
         is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        if not is_list and not (isinstance(value, str) and field != "target_parameters"):
+        if not is_list and not (isinstance(value, str) and field not in lists):
             raise UserError(f"{field} must be a list of names, got {value!r}")
     if odd := [each for each in _listed(settings.get("layers_pattern")) if not re.fullmatch(r"[\w.]*", each)]:
         raise UserError(f"layers_pattern must name a list of layers, got the pattern {odd[0]!r}")
