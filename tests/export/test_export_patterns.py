@@ -17,7 +17,7 @@ from qerl.config import AdapterConfig
 from qerl.cost.weights import num_trained_weights
 from qerl.engine.decode.linears import LinearGroup
 from qerl.errors import UserError
-from qerl.export.adapter_card import NOT_IN_VLLM, vllm_obstacle
+from qerl.export.adapter_card import NOT_IN_VLLM, WHOLE_NOT_IN_VLLM, vllm_obstacle
 from qerl.formats import BF16
 from qerl.models.linear import QuantLinear
 from qerl.models.peft.adapter import adapted_linears, adapter_tensors, add_adapter, load_adapter
@@ -71,8 +71,14 @@ def test_peft_loads_it_with_our_logits_and_it_is_read_again(name, family, tmp_pa
     described = json.loads((out / "adapter_config.json").read_text())
     factor = described["lora_alpha"] / described["r"] ** (0.5 if described["use_rslora"] else 1)
     factors = [each.scaling["default"] for each in model.modules() if hasattr(each, "lora_A")]
-    assert (vllm_obstacle(described) is None) == (factors == pytest.approx([factor] * len(factors)))
-    assert (NOT_IN_VLLM in (out / "README.md").read_text()) == (vllm_obstacle(described) == NOT_IN_VLLM)
+    is_whole, is_even = (
+        bool(described.get("modules_to_save")),
+        factors == pytest.approx([factor] * len(factors)),
+    )
+    expected = WHOLE_NOT_IN_VLLM if is_whole else None if is_even else NOT_IN_VLLM
+    assert vllm_obstacle(described) == expected
+    card = (out / "README.md").read_text()
+    assert [text in card for text in (WHOLE_NOT_IN_VLLM, NOT_IN_VLLM)] == [is_whole, expected == NOT_IN_VLLM]
     masters = adapter_tensors(decoder)
     assert num_trained_weights(decoder.architecture, adapter) == sum(t.numel() for t in masters.values())
     try:

@@ -44,7 +44,7 @@ SIZES = {  # lines of each package when it was last looked at
     "cost": 540,
     "engine": 5959,
     "eval": 463,
-    "export": 425,
+    "export": 471,
     "formats": 872,
     "kernels": 9194,
     "learner": 3689,
