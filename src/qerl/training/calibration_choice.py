@@ -86,7 +86,8 @@ def estimates(a: Architecture, config: RunConfig, rates: Rates) -> tuple[float, 
     step_s = rates.product_s * (num_weights + a.vocab_size * a.width)
     num_tokens = calibration_tokens(a, torch.device(config.model.device))
     sampled_length = min(length, MAX_SAMPLE_TOKENS / 2)
-    calls = 1 + math.ceil(num_tokens / (_running(config) * sampled_length))
+    rows = config.engine.max_rows(has_kernels=True)
+    calls = math.ceil(num_tokens / (rows * sampled_length))
     sampling_s = calls * sampled_length * step_s
     quantizing_s = 2 * num_tokens * num_weights * rates.fp32_s + inputs * rates.rounding_s
     waves = math.ceil(config.evaluate.num_prompts / _running(config))
