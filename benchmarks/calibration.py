@@ -5,12 +5,11 @@ An arm is parts joined by "+". The first says what is rounded, the others change
     plain, mse          nearest codes, scales of the largest weight or of the least squared error
     gptq                GPTQ on the task's prompts and the float model's samples, as a run calibrates
     float0.5            targets from half-way to the float model's inputs (GptqSettings.float_share)
-    rows, norms         GptqSettings.weighs_rows, folds_norms
     damping0.01         damping of the sum over inputs
     unweighted          scales of the least squared error, not weighted by the inputs
     kept0.03            the linears that rounding hurts most stay in BF16, up to 3 % of the 4-bit bytes
     tokens16384         on the first of the tokens only
-    half                layers run in model.dtype, on a GPU bf16, not in float32
+    fp32                layers run in float32, not in model.dtype, on a GPU bf16
     nvfp4               on samples of the model that is rounded by `mse`, not of the float model
 
 `gptq` alone has the settings of a run. Each arm prints a line of JSON: KL to the float weights in nats a
@@ -59,9 +58,8 @@ from qerl.types import GenerateRequest
 
 T = TypeVar("T")
 ARMS = (
-    *("plain", "mse", "gptq+float0", "gptq+float0.25", "gptq+float0.5", "gptq+float0+rows"),
-    *("gptq+float0.5+rows", "gptq+float0+norms", "gptq+float0+unweighted", "gptq+float0.5+rows+norms"),
-    *("gptq+float0.5+rows+kept0.03", "gptq+float0+nvfp4"),
+    *("plain", "mse", "gptq+float0", "gptq", "gptq+kept0.03", "gptq+float0.75", "gptq+float0.25"),
+    *("gptq+nvfp4", "gptq+unweighted", "gptq+tokens32768", "gptq+fp32"),
 )
 _SENSITIVITY_PROMPTS = 8
 
@@ -109,7 +107,7 @@ class Arm:
     kept_share: float = 0.0
     tokens: int | None = None
     sampled_in: str = "bf16"
-    runs_in_half: bool = False
+    runs_in_fp32: bool = False
 
     @classmethod
     def parse(cls, name: str) -> "Arm":
@@ -126,17 +124,12 @@ class Arm:
 
 def _with_part(arm: Arm, part: str) -> Arm:
     assert arm.settings is not None
-    fixed: dict[str, dict[str, Any]] = {
-        "rows": {"weighs_rows": True},
-        "norms": {"folds_norms": True},
-        "unweighted": {"select_scales": _unweighted},
-    }
-    if part in fixed:
-        return dataclasses.replace(arm, settings=dataclasses.replace(arm.settings, **fixed[part]))
+    if part == "unweighted":
+        return dataclasses.replace(arm, settings=dataclasses.replace(arm.settings, select_scales=_unweighted))
     if part == "nvfp4":
         return dataclasses.replace(arm, sampled_in=part)
-    if part == "half":
-        return dataclasses.replace(arm, runs_in_half=True)
+    if part == "fp32":
+        return dataclasses.replace(arm, runs_in_fp32=True)
     name = part.rstrip("0123456789.")
     value = float(part.removeprefix(name) or "nan")
     fields = {"float": "float_share", "damping": "damping"}
@@ -198,7 +191,7 @@ class _Bench:
             wanted = arm.tokens or self._num_tokens
             rows = pack_groups(groups, max_tokens=wanted, device=self._device)
             decoder = self._unrounded(
-                COMPUTE[self._config.model.dtype] if arm.runs_in_half else torch.float32
+                torch.float32 if arm.runs_in_fp32 else COMPUTE[self._config.model.dtype]
             )
             decoder.architecture = dataclasses.replace(decoder.architecture, bf16_linears=kept)
             settings, num_tokens = arm.settings, len(rows.tokens_T)

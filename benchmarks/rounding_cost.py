@@ -15,9 +15,8 @@ FOLDER = ROOT / RESULTS / "calibration"
 ARMS = {
     "plain": "rounded, `model.scales plain`",
     "mse": "`model.scales mse`",
-    "gptq+float0": "and GPTQ",
-    "gptq+float0.5": "towards the float model's outputs",
-    "gptq+float0.5+kept0.03": "and 3 % more bytes in BF16",
+    "gptq+float0": "GPTQ",
+    "gptq": "`model.calibrate gptq`",
 }
 """Arms that are shown, each with its name there."""
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR, _TOP = 760, 300, 60, 44, 14, 34

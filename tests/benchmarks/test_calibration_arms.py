@@ -8,9 +8,9 @@ import tiny_run
 from benchmarks.calibration import Arm, CalibrationOptions, bench_calibration
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.models.quantize.gptq import FLOAT, GptqSettings
+from qerl.models.quantize.gptq import FLOAT
 
-ALL = "gptq+float0.5+rows+norms+half+kept0.4+tokens200+unweighted+damping0.2+nvfp4"
+ALL = "gptq+float0.5+fp32+kept0.4+tokens200+unweighted+damping0.2+nvfp4"
 
 
 def test_each_arm_has_a_row_over_the_same_samples(tmp_path, capsys):
@@ -39,12 +39,11 @@ def test_an_arm_is_read_as_it_is_written():
         0.4,
         200,
     )
-    assert arm.settings.weighs_rows and arm.settings.folds_norms and arm.runs_in_half
+    assert arm.runs_in_fp32
     assert arm.sampled_in == "nvfp4" and Arm.parse("gptq").settings == FLOAT
-    assert isinstance(Arm.parse("gptq+rows").settings, GptqSettings)
 
 
-@pytest.mark.parametrize("arm", ["rows", "plain+rows", "gptq+row", "gptq+float", "gptq+kept0"])
+@pytest.mark.parametrize("arm", ["rows", "plain+fp32", "gptq+row", "gptq+float", "gptq+kept0"])
 def test_an_unknown_arm_is_refused_by_name(arm):
     with pytest.raises(UserError, match=f"arms: {arm.replace('+', '.')}"):
         CalibrationOptions(arms=(arm,))

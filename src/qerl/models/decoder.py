@@ -159,7 +159,6 @@ class Layer(nn.Module):
         super().__init__()
         kind = arch.kind(layer_index)
         self.spec, self.norms, self._residual_scale = layer_spec(arch, kind), arch.norms, arch.residual_scale
-        self.has_norm_offset = bool(arch.norm_offset)
         if kind.mixer == "attention":
             self.self_attn = Attention(arch, self.spec, kind, compute, device)
         else:

@@ -123,7 +123,7 @@ def awq(
             weights = [read_float(checkpoint, f"{linear}.weight").to(mean_K.device) for linear in group]
             s_K = search_scales(weights, mean_K, rows_SK, encode).cpu()
             if spec.input_from in layer.norm_widths:
-                s_K = exact_in_bf16(read_float(checkpoint, f"{before}.weight").float(), s_K)
+                s_K = _exact_in_bf16(read_float(checkpoint, f"{before}.weight").float(), s_K)
             for linear in group:
                 factors[f"{linear}.weight"] = (factors.get(f"{linear}.weight", (None, None))[0], s_K)
             shared = s_K
@@ -154,7 +154,7 @@ def channel_scales(mean_K: Tensor, alpha: float) -> Tensor:
     return powers / (powers.max() * powers.min()).sqrt()
 
 
-def exact_in_bf16(norm_K: Tensor, s_K: Tensor) -> Tensor:
+def _exact_in_bf16(norm_K: Tensor, s_K: Tensor) -> Tensor:
     """Return the factors nearest to s that divide the norm's weight exactly in bfloat16."""
     divided = (norm_K / s_K).bfloat16().float()
     return torch.where(divided == 0, torch.ones_like(s_K), norm_K / divided)

@@ -85,7 +85,8 @@ def _bf16_linears(options: QuantizeOptions, scales: SelectScales) -> tuple[str, 
 def _write_gptq(options: QuantizeOptions) -> None:
     """Calibrate on a text, or on the prompts and samples of a run's samples.jsonl."""
     check_output_folder(options.out)
-    source, device = locate(options.model), torch.device(resolve_device(ModelConfig()).device)
+    source, model = locate(options.model), resolve_device(ModelConfig())
+    device = torch.device(model.device)
     checkpoint = source.open()
     if layout_of(checkpoint) is not None:
         raise UserError(f"{options.model}: is quantized already")
@@ -97,7 +98,8 @@ def _write_gptq(options: QuantizeOptions) -> None:
     else:
         groups = [(tokens, []) for tokens in _sequences(options)]
         rows = pack_groups(groups, max_tokens=max_tokens, device=device)
-    decoder = build_decoder(checkpoint, format="bf16", compute=torch.float32, device=device, resident=False)
+    compute = COMPUTE[model.dtype]
+    decoder = build_decoder(checkpoint, format="bf16", compute=compute, device=device, resident=False)
     notice = partial(print, "gptq:", file=sys.stderr)
     settings = dataclasses.replace(FLOAT, select_scales=SCALES[options.scales])
     requantize(decoder, rows, settings, notice=notice)
