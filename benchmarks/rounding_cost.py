@@ -13,7 +13,7 @@ from qerl.bench.record import RESULTS, ROOT
 
 FOLDER = ROOT / RESULTS / "calibration"
 ARMS = {
-    "plain": "rounded, `model.scales plain`",
+    "plain": "`model.scales plain`",
     "mse": "`model.scales mse`",
     "gptq+float0": "GPTQ",
     "gptq": "`model.calibrate gptq`",
@@ -38,9 +38,9 @@ def read_arms(folder: Path = FOLDER) -> list[Row]:
 
 
 def cost_table(rows: list[Row]) -> str:
-    """Return a line for each shown arm: KL and agreement of each model."""
+    """Return a line for each shown arm: each model's KL and agreement on held-out questions."""
     models, latest = _models(rows), {(row["model"], row["arm"]): row for row in rows}
-    header = ["", *(f"{_size(model)}: KL | agreement" for model in models)]
+    header = ["", *(f"{_size(model)}: KL | top-1" for model in models)]
     lines = [f"| {' | '.join(header)} |", "| --- " * (1 + 2 * len(models)) + "|"]
     for arm, name in ARMS.items():
         cells = [_cells(latest.get((model, arm))) for model in models]
@@ -84,7 +84,7 @@ def _size(model: str) -> str:
 def _cells(row: Row | None) -> str:
     if row is None:
         return f"{NOT_MEASURED} | {NOT_MEASURED}"
-    return f"{row['kl']:.4f}, {row['answer_kl']:.4f} | {row['agreement']:.3f}, {row['answer_agreement']:.3f}"
+    return f"{row['kl']:.4f} | {row['agreement']:.3f}"
 
 
 def _sources(rows: list[Row]) -> str:

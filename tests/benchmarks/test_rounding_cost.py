@@ -19,9 +19,9 @@ ROWS = [row(MODELS[0], "plain", 0.5), row(MODELS[0], "plain", 0.05), row(MODELS[
 
 def test_a_line_of_the_table_has_the_latest_row_of_each_model():
     lines = cost_table(ROWS).splitlines()
-    assert lines[0] == "|  | 0.5B: KL | agreement | 1.5B: KL | agreement |"
-    assert lines[2] == f"| {ARMS['plain']} | 0.0500, 0.1000 | 0.950, 0.900 | not measured | not measured |"
-    assert lines[3] == f"| {ARMS['mse']} | not measured | not measured | 0.0250, 0.0500 | 0.975, 0.950 |"
+    assert lines[0] == "|  | 0.5B: KL | top-1 | 1.5B: KL | top-1 |"
+    assert lines[2] == f"| {ARMS['plain']} | 0.0500 | 0.950 | not measured | not measured |"
+    assert lines[3] == f"| {ARMS['mse']} | not measured | not measured | 0.0250 | 0.975 |"
     assert lines[-1] == "NVIDIA H200, commit 01234567, 2026-11-29"
 
 

@@ -21,9 +21,9 @@ from qerl.types import GenerateRequest
 
 NUM_SAMPLES, MAX_SAMPLE_TOKENS = 4, 256
 MAX_BATCHES = 32
-"""Of the task's training prompts: num_prompts each."""
+"""Batches of num_prompts training prompts that may be sampled."""
 _ENOUGH = 0.95
-"""Share of the wanted tokens for which no further call is made."""
+"""No further call is made for less than the rest of this share of the wanted tokens."""
 
 SampledGroups = list[tuple[list[int], list[list[int]]]]
 """Prompts, each with its distinct samples."""
