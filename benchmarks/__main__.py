@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 
+from benchmarks.calibration import CalibrationOptions, bench_calibration
 from benchmarks.demo import DemoOptions, bench_demo
 from benchmarks.families import FamiliesOptions, print_families
 from benchmarks.guesses import GuessesOptions, bench_guesses
@@ -28,6 +29,7 @@ USAGE = """\
 usage: python -m benchmarks BENCHMARK [OPTIONS]
 
 benchmarks:
+  calibration   Measure what each part of a calibration adds, over one set of samples
   demo          Time the demo, whole, on this machine's CPU; needs no GPU
   families      Print which code computes each family of models; --write updates the page; needs no GPU
   guesses       Estimate the gain of n-gram speculation (tokens guessed from earlier text); needs no GPU
@@ -49,8 +51,9 @@ benchmarks:
 
 Run 'python -m benchmarks BENCHMARK --help' for the options.
 Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn', 'rollout' and 'step' write
-there too. peer, rounding, serve, start and vllm-rollout print theirs."""
+there too. calibration, peer, rounding, serve, start and vllm-rollout print theirs."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
+    "calibration": (CalibrationOptions, bench_calibration),
     "demo": (DemoOptions, bench_demo),
     "families": (FamiliesOptions, print_families),
     "guesses": (GuessesOptions, bench_guesses),

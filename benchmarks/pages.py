@@ -4,8 +4,8 @@
 ...
 <!-- end -->
 
-Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), gpus, cards and
-conflicts.
+Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), gpus, cards,
+conflicts and rounding (rounding_cost.py).
 `tests/house/test_tables.py` holds the pages to the committed rows.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks import table
 from benchmarks.cards import card_tables
 from benchmarks.conflicts import conflict_table
+from benchmarks.rounding_cost import cost_table, read_arms
 from benchmarks.rows import Row, coverage, read_rows
 from benchmarks.summary import exact_table, speed_table
 from qerl.bench.record import RESULTS, ROOT
@@ -29,6 +30,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "gpus": coverage,
     "cards": card_tables,
     "conflicts": lambda rows: conflict_table(),
+    "rounding": lambda rows: cost_table(read_arms()),
     **table.TABLES,
     "all": table.all_tables,
 }

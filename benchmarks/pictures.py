@@ -1,4 +1,4 @@
-"""Draw docs/images/system.svg, the picture of README.md; and run.svg, the curves of one run.
+"""Draw docs/images/system.svg and rounding.svg (rounding_cost.py); and run.svg, the curves of one run.
 
     python -m benchmarks pictures [--run runs/demo]
 
@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.rounding_cost import cost_svg, read_arms
 from qerl.bench.record import ROOT
 from qerl.errors import UserError
 from qerl.tracking.report.curve import Series, curves_svg
@@ -43,13 +44,14 @@ _CURVES = {
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PicturesOptions:
     run: Path | None = None
-    """A run's folder to draw as docs/images/run.svg; None draws system.svg only."""
+    """A run's folder to draw as docs/images/run.svg; None draws the others only."""
 
 
 def draw_pictures(options: PicturesOptions) -> None:
     """Write the pictures to docs/images."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     (IMAGES / "system.svg").write_text(system_svg())
+    (IMAGES / "rounding.svg").write_text(cost_svg(read_arms()))
     if options.run is not None:
         (IMAGES / "run.svg").write_text(run_svg(options.run))
     print(IMAGES)

@@ -44,7 +44,7 @@ from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
 from qerl.models.peft.adapter import add_adapter, load_adapter, merged_expert, merged_weight
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.quantize.calibration import read_calibration
-from qerl.models.quantize.gptq import requantize
+from qerl.models.quantize.gptq import GptqSettings, requantize
 from qerl.models.quantize.merge_note import MergeNote, make_note, write_note
 from qerl.models.transformers_backend.backend import backend_of
 from qerl.tracking.progress import work
@@ -161,7 +161,8 @@ def write_four_bit(
     tokenizer = load_tokenizer(config.model.path)
     samples = run / "samples.jsonl"
     rows = read_calibration(samples, tokenizer, max_tokens=calibration_tokens, device=device)
-    requantize(decoder, rows, notice=partial(print, f"{format}:", file=sys.stderr), kind=_KINDS[format])
+    settings = GptqSettings(kind=_KINDS[format])
+    requantize(decoder, rows, settings, notice=partial(print, f"{format}:", file=sys.stderr))
     write_packed(decoder, source, out, format=format)
 
 

@@ -31,19 +31,15 @@ from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import write_packed
 from qerl.models.quantize.calibration import calibration_tokens, pack_groups
-from qerl.models.quantize.gptq import FLOAT_DAMPING, SWEEPS, requantize
+from qerl.models.quantize.gptq import FLOAT, SWEEPS, requantize
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import Task
 from qerl.training import calibration_cache
 from qerl.training.calibration_cache import NOTE
 from qerl.training.calibration_choice import choose
+from qerl.training.calibration_samples import MAX_BATCHES, MAX_SAMPLE_TOKENS, NUM_SAMPLES, sample_groups
 from qerl.training.policy import load_task
-from qerl.training.rollouts.evaluation import EVALUATION_STEP
-from qerl.training.rollouts.rollout import sampling_of
-from qerl.types import GenerateRequest
 
-NUM_SAMPLES, MAX_SAMPLE_TOKENS = 4, 256
-_MAX_CALLS = 32
 _NOTICE_EVERY_S = 15.0
 
 
@@ -52,9 +48,7 @@ def with_calibrated_base(config: RunConfig, ranks: Ranks, notice: Callable[[str]
     if config.model.calibrate == "none":
         return config
     base = Path(config.out) / BASE
-    choice = ranks.from_first(
-        lambda: chosen_calibration(config, base.parent) or choose(config, NUM_SAMPLES, notice)
-    )
+    choice = ranks.from_first(lambda: chosen_calibration(config, base.parent) or choose(config, notice))
     if choice == "none":
         return config
     ranks.from_first(
@@ -91,9 +85,9 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
     tokenizer, task = load_task(config)
     max_tokens = calibration_tokens(architecture_of(checkpoint), torch.device(model.device))
-    prompts = calibration_cache.calibration_prompts(config, task, _MAX_CALLS, max_tokens)
+    prompts = calibration_cache.calibration_prompts(config, task, MAX_BATCHES, max_tokens)
     settings = {"tokens": max_tokens, "samples": NUM_SAMPLES, "max_sample_tokens": MAX_SAMPLE_TOKENS}
-    settings |= {"damping": FLOAT_DAMPING, "sweeps": SWEEPS}
+    settings |= {"sweeps": SWEEPS, "damping": FLOAT.damping, "float_share": FLOAT.float_share}
     key = calibration_cache.calibration_key(config, source, prompts, settings)
     if (note := calibration_cache.take(key, base, model.path, notice)) is not None:
         notice(f"{name}: cached by a run with the same settings, where it took {note['seconds']:.0f} s")
@@ -115,27 +109,30 @@ def _calibrate(
     model, source, begin = config.model, locate(config.model.path), time.perf_counter()
     checkpoint, name = source.open(), "model.calibrate gptq"
     resident = model.operand == "resident"
-    sampler = _float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
-    groups = _sampled(config, sampler, tokenizer, task, max_tokens)
-    sampled = time.perf_counter()
+    sampler = float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
+    loaded_s = time.perf_counter()
+    stop_ids = stop_token_ids(tokenizer, source)
+    engine = PagedEngine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
+    groups, stats, num_calls = sample_groups(config, engine, task, max_tokens)
+    sampled_s = time.perf_counter()
+    del engine  # and its cache
     rows = pack_groups(groups, max_tokens=max_tokens, device=torch.device(model.device))
-    loaded = _LoadedLinears(checkpoint, sampler)
-    decoder = _float_decoder(loaded, torch.float32, model.device, resident=False)
-    requantize(
-        decoder,
-        rows,
-        notice=_progress(name, notice),
-        select_scales=SCALES[model.scales],
-        damping=FLOAT_DAMPING,
+    loaded = LoadedLinears(checkpoint, sampler)
+    # In bf16 a GPU takes a third of float32's time, for the same KL.
+    decoder = float_decoder(loaded, COMPUTE[model.dtype], model.device, resident=False)
+    settings = dataclasses.replace(FLOAT, select_scales=SCALES[model.scales])
+    requantize(decoder, rows, settings, notice=_progress(name, notice))
+    end_s = time.perf_counter()
+    notice(
+        f"{name}: {len(rows.tokens_T):,} tokens; loaded in {loaded_s - begin:.1f} s, sampled in"
+        f" {sampled_s - loaded_s:.1f} s ({num_calls} calls, {stats.compile_s:.1f} s to compile,"
+        f" {stats.record_s:.1f} s to record graphs), quantized in {end_s - sampled_s:.1f} s"
     )
-    end = time.perf_counter()
-    seconds = f"sampled in {sampled - begin:.1f} s, quantized in {end - sampled:.1f} s"
-    notice(f"{name}: {len(rows.tokens_T):,} tokens {seconds}")
     prompts = [prompt.tokens_T for prompt in task.train_prompts(0, config.num_prompts)]
     line = check_quantization(decoder, model.path, "nvfp4 by gptq", prompts, original=loaded)
     assert line is not None  # the checkpoint is not quantized
     notice(line)
-    note = {"model": model.path, "calibrate": "gptq", "seconds": end - begin, "line": line}
+    note = {"model": model.path, "calibrate": "gptq", "seconds": end_s - begin, "line": line}
     write_packed(decoder, source, base, notes={NOTE: note})
 
 
@@ -152,36 +149,13 @@ def _progress(name: str, notice: Callable[[str], None]) -> Callable[[str], None]
     return notice_layer
 
 
-def _sampled(
-    config: RunConfig, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, task: Task, num_wanted: int
-) -> list[tuple[list[int], list[list[int]]]]:
-    """Return prompts, each with samples of the float model: num_wanted tokens if the task has as many."""
-    stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
-    engine = PagedEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
-    max_tokens = min(config.sample.max_tokens, MAX_SAMPLE_TOKENS)
-    sampling = dataclasses.replace(sampling_of(config), max_tokens=max_tokens)
-    samples_by_prompt: dict[int, tuple[list[int], list[list[int]]]] = {}
-    num_tokens = 0
-    for prompts_P in calibration_cache.new_prompts(config, task, _MAX_CALLS):
-        if num_tokens >= num_wanted:
-            break
-        request = GenerateRequest(
-            prompts_P, num_samples=NUM_SAMPLES, sampling=sampling, seed=config.seed, step=EVALUATION_STEP
-        )
-        for group in engine.generate(request):
-            samples = list(map(list, dict.fromkeys(tuple(sample.tokens_T) for sample in group.samples_G)))
-            samples_by_prompt[group.prompt.index] = group.prompt.tokens_T, samples
-            num_tokens += len(group.prompt.tokens_T) + sum(map(len, samples))
-    return list(samples_by_prompt.values())
-
-
-def _float_decoder(checkpoint: Checkpoint, compute: torch.dtype, device: str, *, resident: bool) -> Decoder:
+def float_decoder(checkpoint: Checkpoint, compute: torch.dtype, device: str, *, resident: bool) -> Decoder:
     return build_decoder(
         checkpoint, format="bf16", compute=compute, device=torch.device(device), resident=resident
     )
 
 
-class _LoadedLinears:
+class LoadedLinears:
     """A checkpoint, but for the linears of a decoder loaded from it in bf16: reading those from a GGUF file
     again takes longer than quantizing them."""
 

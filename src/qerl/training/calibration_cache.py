@@ -26,7 +26,7 @@ from qerl.tracking.atomic_file import encode, make_folder, read_object, write_at
 from qerl.types import Prompt
 
 NOTE = "qerl_calibrated.json"
-METHOD = 2
+METHOD = 3
 """Raise it when the same inputs give other codes."""
 _WITHOUT_EFFECT = "path", "backend", "calibrate", "sampler_format", "head_format", "operand"
 """Fields of ModelConfig that do not change the calibrated checkpoint."""

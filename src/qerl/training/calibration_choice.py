@@ -29,6 +29,7 @@ from qerl.models.quantize.gptq import FLOAT_DAMPING, SWEEPS
 from qerl.models.quantize.rounding import add_damping, round_to_grid
 from qerl.models.transformers_backend.backend import backend_of
 from qerl.tracking.atomic_file import encode, write_atomic
+from qerl.training.calibration_samples import MAX_SAMPLE_TOKENS
 
 _PROBE_WIDTH = {"cpu": 512, "cuda": 2048}
 
@@ -60,14 +61,13 @@ def obstacle(config: RunConfig) -> str | None:
     )
 
 
-def choose(config: RunConfig, max_samples: int, notice: Callable[[str], None]) -> str:
-    """Return "gptq" or "none", store it in the run's folder, and say why in one line. max_samples: of a
-    prompt, in calibration."""
+def choose(config: RunConfig, notice: Callable[[str], None]) -> str:
+    """Return "gptq" or "none", store it in the run's folder, and say why in one line."""
     reason, choice = obstacle(config), "none"
     if reason is None:
         architecture = architecture_of(locate(config.model.path).open())
         rates = measure(torch.device(config.model.device), COMPUTE[config.model.dtype], _running(config))
-        calibration_s, evaluation_s = estimates(architecture, config, rates, max_samples)
+        calibration_s, evaluation_s = estimates(architecture, config, rates)
         choice = "gptq" if calibration_s < evaluation_s else "none"
         reason = f"calibration takes about {calibration_s:,.0f} s, the first evaluation {evaluation_s:,.0f} s"
     notice(f"model.calibrate auto: {'on' if choice == 'gptq' else 'off'}, {reason}")
@@ -75,7 +75,7 @@ def choose(config: RunConfig, max_samples: int, notice: Callable[[str], None]) -
     return choice
 
 
-def estimates(a: Architecture, config: RunConfig, rates: Rates, max_samples: int) -> tuple[float, float]:
+def estimates(a: Architecture, config: RunConfig, rates: Rates) -> tuple[float, float]:
     """Return the seconds of calibration and of the first evaluation."""
     num_weights = weight_bytes(a, "bf16") / 2
     linears = [(linear, count) for spec, count in counted_specs(a) for linear in spec.linears]
@@ -85,8 +85,10 @@ def estimates(a: Architecture, config: RunConfig, rates: Rates, max_samples: int
     length = max(config.sample.max_tokens / 2, 1)
     step_s = rates.product_s * (num_weights + a.vocab_size * a.width)
     num_tokens = calibration_tokens(a, torch.device(config.model.device))
-    calls = math.ceil(num_tokens / (config.num_prompts * max_samples * length))
-    sampling_s = calls * length * step_s
+    sampled_length = min(length, MAX_SAMPLE_TOKENS / 2)
+    rows = config.engine.max_rows(has_kernels=True)
+    calls = math.ceil(num_tokens / (rows * sampled_length))
+    sampling_s = calls * sampled_length * step_s
     quantizing_s = 2 * num_tokens * num_weights * rates.fp32_s + inputs * rates.rounding_s
     waves = math.ceil(config.evaluate.num_prompts / _running(config))
     return sampling_s + quantizing_s, 2 * waves * length * step_s

@@ -10,7 +10,7 @@ from qerl.formats.block_scale import least_squares
 from qerl.models.checkpoint.source import locate
 from qerl.models.loader import build_decoder
 from qerl.models.quantize.calibration import pack_groups
-from qerl.models.quantize.gptq import MIN_EXPERT_ROWS, requantize
+from qerl.models.quantize.gptq import MIN_EXPERT_ROWS, GptqSettings, requantize
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_experts_that_few_rows_reach_get_the_nearest_codes_and_are_counted(tmp_p
     rows = pack_groups([(tokens, [])], max_tokens=num_tokens, device=CPU)
     targets = [experts.weight for experts in decoder.layers[0].experts]
     counts = rows_by_expert(decoder, rows)  # of layer 0 those of the quantized model too: q and k alone move
-    requantize(decoder, rows, notice=notices.append)
+    requantize(decoder, rows, GptqSettings(), notice=notices.append)
     is_nearest = {}
     for experts, target in zip(decoder.layers[0].experts, targets, strict=True):
         for e in range(experts.spec.num_experts):
@@ -74,6 +74,6 @@ def test_on_a_grid_of_its_own_an_expert_needs_one_row(tmp_path):
     decoder, notices = decoder_of(tmp_path, "nvfp4"), []
     rows = pack_groups([([3, 4, 5], [])], max_tokens=3, device=CPU)
     num_without = sum(n == 0 for n in rows_by_expert(decoder, rows).values())
-    requantize(decoder, rows, notice=notices.append)
+    requantize(decoder, rows, GptqSettings(), notice=notices.append)
     told = int(notices[-1].split()[0]) if "experts" in notices[-1] else 0
     assert told == num_without

@@ -65,7 +65,7 @@ def quantization_error(
 
     hidden_TD = run_sequences(decoder, [probe.tokens_T for probe in probes], run_both)
     rows = compared_rows(probes).to(hidden_TD.device)
-    kl, agreement = _compare(decoder, decoder.norm(exact_TD)[rows], hidden_TD[rows])
+    kl, agreement = compare_hidden(decoder, decoder.norm(exact_TD)[rows], hidden_TD[rows])
     weight_error = (squares_2[0] / squares_2[1]).sqrt().item()
     return QuantizationError(kl=kl, agreement=agreement, num_tokens=len(rows), weight_error=weight_error)
 
@@ -113,7 +113,7 @@ def compared_rows(probes: Sequence[Probe]) -> Tensor:
     return torch.tensor(rows)
 
 
-def _compare(decoder: Decoder, exact_TD: Tensor, hidden_TD: Tensor) -> tuple[float, float]:
+def compare_hidden(decoder: Decoder, exact_TD: Tensor, hidden_TD: Tensor) -> tuple[float, float]:
     """Return KL and agreement."""
     kl, num_agreeing, num_tokens = 0.0, 0, len(exact_TD)
     for exact, hidden in zip(exact_TD.split(_LOGIT_ROWS), hidden_TD.split(_LOGIT_ROWS), strict=True):

@@ -4,6 +4,7 @@ The text is cut into sequences, whose inputs to each linear determine the factor
 float model runs once for that, in bf16 or fp32 as the device allows, and is freed before the search.
 """
 
+import dataclasses
 import sys
 from functools import partial
 
@@ -26,7 +27,7 @@ from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import write_packed, write_quantized
 from qerl.models.quantize.awq import ScaledCheckpoint, awq, collect_inputs
 from qerl.models.quantize.calibration import calibration_tokens, pack_groups, read_calibration
-from qerl.models.quantize.gptq import FLOAT_DAMPING, requantize
+from qerl.models.quantize.gptq import FLOAT, requantize
 from qerl.models.quantize.kept_linears import (
     budget_share,
     describe,
@@ -84,7 +85,8 @@ def _bf16_linears(options: QuantizeOptions, scales: SelectScales) -> tuple[str, 
 def _write_gptq(options: QuantizeOptions) -> None:
     """Calibrate on a text, or on the prompts and samples of a run's samples.jsonl."""
     check_output_folder(options.out)
-    source, device = locate(options.model), torch.device(resolve_device(ModelConfig()).device)
+    source, model = locate(options.model), resolve_device(ModelConfig())
+    device = torch.device(model.device)
     checkpoint = source.open()
     if layout_of(checkpoint) is not None:
         raise UserError(f"{options.model}: is quantized already")
@@ -96,9 +98,11 @@ def _write_gptq(options: QuantizeOptions) -> None:
     else:
         groups = [(tokens, []) for tokens in _sequences(options)]
         rows = pack_groups(groups, max_tokens=max_tokens, device=device)
-    decoder = build_decoder(checkpoint, format="bf16", compute=torch.float32, device=device, resident=False)
+    compute = COMPUTE[model.dtype]
+    decoder = build_decoder(checkpoint, format="bf16", compute=compute, device=device, resident=False)
     notice = partial(print, "gptq:", file=sys.stderr)
-    requantize(decoder, rows, notice=notice, select_scales=SCALES[options.scales], damping=FLOAT_DAMPING)
+    settings = dataclasses.replace(FLOAT, select_scales=SCALES[options.scales])
+    requantize(decoder, rows, settings, notice=notice)
     write_packed(decoder, source, options.out)
 
 

@@ -13,12 +13,16 @@ D gives error = sum over k of D_k |E_k + sum over j < k of E_j U_jk|^2, whose te
 (QuIP, arXiv 2307.13304, theorem 6: without the inverse of H); a sweep minimizes over one column at a time.
 
     GPTQ    f_jk = -U_jk          sweep    f_jk = -H_jk / H_kk
+
+Where the layers before changed x from the float model's z, the target of Q x may be W (x + d), d = a (z - x).
+Then the rounded matrix is W + W D^T X H^-1, which H's damping draws to W (`shifted_target`).
 """
 
 import torch
 from torch import Tensor
 
 from qerl.kernels.linear.round_columns import round_columns
+from qerl.kernels.pointwise.matmul_fp32 import product
 
 _GRAM_ROWS, _DAMPINGS = 1024, 6
 
@@ -26,10 +30,28 @@ _GRAM_ROWS, _DAMPINGS = 1024, 6
 def gram(x_TK: Tensor) -> Tensor:
     """Return X^T X in float64 [K, K], the sum of products of 1,024 rows in float32: inputs with a few huge
     columns, as those of Qwen2.5's down projections, lose their definiteness in sums of 32,768 rows."""
-    h_KK = torch.zeros(x_TK.shape[1], x_TK.shape[1], dtype=torch.float64, device=x_TK.device)
-    for x_sK in x_TK.split(_GRAM_ROWS):
-        h_KK += x_sK.float().T @ x_sK.float()
-    return h_KK
+    return _products(x_TK, x_TK)
+
+
+def _products(y_TN: Tensor, x_TK: Tensor) -> Tensor:
+    """Return Y^T X in float64 [N, K]. A GPU multiplies 16-bit rows as they are."""
+    sum_NK = torch.zeros(y_TN.shape[1], x_TK.shape[1], dtype=torch.float64, device=x_TK.device)
+    if not (x_TK.is_cuda and y_TN.dtype == x_TK.dtype):
+        y_TN, x_TK = y_TN.float(), x_TK.float()
+    for y_sN, x_sK in zip(y_TN.split(_GRAM_ROWS), x_TK.split(_GRAM_ROWS), strict=True):
+        sum_NK += product(y_sN.T, x_sK)
+    return sum_NK
+
+
+def shifted_target(weight_NK: Tensor, change_TK: Tensor, x_TK: Tensor, h_KK: Tensor) -> Tensor:
+    """Return the matrix whose rounding minimizes |Q x - W (x + change)|^2, float32 [N, K]. h_KK: x's, damped,
+    in float64."""
+    N, K = weight_NK.shape
+    if 2 * N < K:  # fewer operations than with change^T x
+        shift_NK = _products(change_TK @ weight_NK.T.to(change_TK.dtype), x_TK)
+    else:
+        shift_NK = weight_NK.double() @ _products(change_TK, x_TK)
+    return (weight_NK + torch.cholesky_solve(shift_NK.T, _cholesky(h_KK)).T).float()
 
 
 def add_damping(h_KK: Tensor, damping: float) -> Tensor:
@@ -56,13 +78,18 @@ def round_to_grid(weight_NK: Tensor, steps_NK: Tensor, h_KK: Tensor, *, sweeps: 
 
 
 def _gptq_feedback(h_KK: Tensor) -> Tensor:
-    """Return -U of H = U D U^T: the Cholesky factor of H in reverse order, its columns over its diagonal. An
-    H that rounding has made indefinite gets ten times the damping, up to its own mean diagonal."""
-    lower_KK, failed = torch.linalg.cholesky_ex(h_KK.flip(0, 1))
+    """Return -U of H = U D U^T: the Cholesky factor of H in reverse order, its columns over its diagonal."""
+    upper_KK = _cholesky(h_KK.flip(0, 1)).flip(0, 1)
+    return (upper_KK / -upper_KK.diagonal()).float().contiguous()
+
+
+def _cholesky(h_KK: Tensor) -> Tensor:
+    """Return the lower factor. An H that rounding has made indefinite gets ten times the damping, up to its
+    own mean diagonal."""
+    lower_KK, failed = torch.linalg.cholesky_ex(h_KK)
     for exponent in range(1 - _DAMPINGS, 1):
         if not failed:
             break
         h_KK = add_damping(h_KK, 10.0**exponent)
-        lower_KK, failed = torch.linalg.cholesky_ex(h_KK.flip(0, 1))
-    upper_KK = lower_KK.flip(0, 1)
-    return (upper_KK / -upper_KK.diagonal()).float().contiguous()
+        lower_KK, failed = torch.linalg.cholesky_ex(h_KK)
+    return lower_KK

@@ -1,0 +1,96 @@
+"""What rounding to NVFP4 costs, arm by arm: the table of docs/models.md and docs/images/rounding.svg.
+
+Both are made of benchmarks/results/calibration/GPU.jsonl, rows that `python -m benchmarks calibration`
+prints. The latest row of an arm counts.
+"""
+
+import json
+from html import escape
+from pathlib import Path
+
+from benchmarks.rows import NOT_MEASURED, Row, wrapped
+from qerl.bench.record import RESULTS, ROOT
+
+FOLDER = ROOT / RESULTS / "calibration"
+ARMS = {
+    "plain": "`model.scales plain`",
+    "mse": "`model.scales mse`",
+    "gptq+float0": "GPTQ",
+    "gptq": "`model.calibrate gptq`",
+}
+"""Arms that are shown, each with its name there."""
+_WIDTH, _LEFT, _RIGHT, _ROW, _BAR, _TOP = 760, 300, 60, 44, 14, 34
+_STYLE = """<style>
+  text { font: 13px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 11px; fill: #59636e }
+  .small-model { fill: #0969da } .large-model { fill: #8250df }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .small { fill: #9198a1 }
+    .small-model { fill: #4493f8 } .large-model { fill: #ab7df8 }
+  }
+</style>"""
+_CLASSES = "small-model", "large-model"
+
+
+def read_arms(folder: Path = FOLDER) -> list[Row]:
+    files = sorted(folder.glob("*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [row for row in rows if row["part"] == "arm"]
+
+
+def cost_table(rows: list[Row]) -> str:
+    """Return a line for each shown arm: each model's KL and agreement on held-out questions."""
+    models, latest = _models(rows), {(row["model"], row["arm"]): row for row in rows}
+    header = ["", *(f"{_size(model)}: KL | top-1" for model in models)]
+    lines = [f"| {' | '.join(header)} |", "| --- " * (1 + 2 * len(models)) + "|"]
+    for arm, name in ARMS.items():
+        cells = [_cells(latest.get((model, arm))) for model in models]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    return "\n".join([*lines, "", wrapped(_sources(rows))])
+
+
+def cost_svg(rows: list[Row]) -> str:
+    """Return a bar of KL for each shown arm and model."""
+    models, latest = _models(rows), {(row["model"], row["arm"]): row for row in rows}
+    shown = [row for row in latest.values() if row["arm"] in ARMS]
+    largest = max((row["answer_kl"] for row in shown), default=1.0)
+    parts = [_text(_LEFT, 18, "KL to the float weights on their own answers, nats a token", "small")]
+    for index, (arm, name) in enumerate(ARMS.items()):
+        top = _TOP + _ROW * index
+        parts.append(_text(_LEFT - 10, top + 18, name.replace("`", ""), "", "end"))
+        for at, model in enumerate(models[: len(_CLASSES)]):
+            row = latest.get((model, arm))
+            kl = None if row is None else row["answer_kl"]
+            y, width = top + (_BAR + 2) * at, (_WIDTH - _LEFT - _RIGHT) * (kl or 0) / largest
+            parts.append(
+                f'<rect class="{_CLASSES[at]}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}"/>'
+            )
+            label = NOT_MEASURED if kl is None else f"{kl:.4f}"
+            parts.append(_text(_LEFT + width + 6, y + 11, f"{label}  {_size(model)}", "small"))
+    height = _TOP + _ROW * len(ARMS)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">'
+    return "\n".join([head, _STYLE, *parts, "</svg>"]) + "\n"
+
+
+def _models(rows: list[Row]) -> list[str]:
+    return sorted({row["model"] for row in rows}) or ["-"]
+
+
+def _size(model: str) -> str:
+    """Return "0.5B" of qwen2.5-coder-0.5b-instruct."""
+    sizes = [part.upper() for part in model.split("-") if part[:1].isdigit() and part[-1:].lower() in "bm"]
+    return sizes[0] if sizes else model
+
+
+def _cells(row: Row | None) -> str:
+    if row is None:
+        return f"{NOT_MEASURED} | {NOT_MEASURED}"
+    return f"{row['kl']:.4f} | {row['agreement']:.3f}"
+
+
+def _sources(rows: list[Row]) -> str:
+    sources = sorted({(row["gpu"], row["commit"][:8], row["date"]) for row in rows})
+    return "; ".join(f"{gpu}, commit {commit}, {date}" for gpu, commit, date in sources)
+
+
+def _text(x: float, y: float, text: str, name: str, anchor: str = "start") -> str:
+    return f'<text class="{name}" x="{x:.1f}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
