@@ -212,6 +212,8 @@ class OwnLengths:
 class HalfCorrect:
     """Rewards: every other sample of a group is correct."""
 
+    environments = ()
+
     def score(self, groups: list[Group]) -> list[list[float | None]]:
         return [[float(g % 2) for g in range(len(group.samples_G))] for group in groups]
 
