@@ -19,7 +19,7 @@ ARMS = {
     "gptq": "`model.calibrate gptq`",
 }
 """Arms that are shown, each with its name there."""
-_WIDTH, _LEFT, _RIGHT, _ROW, _BAR, _TOP = 760, 300, 60, 44, 14, 34
+_WIDTH, _LEFT, _RIGHT, _ROW, _BAR, _TOP = 760, 300, 100, 44, 14, 34
 _STYLE = """<style>
   text { font: 13px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 11px; fill: #59636e }
   .small-model { fill: #0969da } .large-model { fill: #8250df }
