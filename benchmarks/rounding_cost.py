@@ -1,7 +1,8 @@
 """What rounding to NVFP4 costs, arm by arm: the table of docs/models.md and docs/images/rounding.svg.
 
 Both are made of benchmarks/results/calibration/GPU.jsonl, rows that `python -m benchmarks calibration`
-prints. The latest row of an arm counts.
+prints. The latest row of an arm counts. Rows of a90bd20c have today's names: there `gptq` was
+`gptq+float0+fp32`, and today's `gptq` was `gptq+float0.5+half`; its parts `rows` and `norms` are gone.
 """
 
 import json
@@ -15,8 +16,8 @@ FOLDER = ROOT / RESULTS / "calibration"
 ARMS = {
     "plain": "`model.scales plain`",
     "mse": "`model.scales mse`",
-    "gptq+float0": "GPTQ",
-    "gptq": "`model.calibrate gptq`",
+    "gptq+float0": "`mse`, GPTQ without the float model's inputs",
+    "gptq": "`mse`, `model.calibrate gptq`",
 }
 """Arms that are shown, each with its name there."""
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR, _TOP = 760, 300, 100, 44, 14, 34

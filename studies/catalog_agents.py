@@ -28,7 +28,7 @@ from qerl.models.device import resolve_device
 from qerl.training.policy import load_task, load_trained_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP, greedy, sample
 from qerl.training.rollouts.rollout import agent_metrics, sampling_of
-from qerl.types import GenerateRequest
+from qerl.types import GenerateRequest, Sample
 from studies.calculator import evaluate
 from studies.common import TRAINING_CURVES, TRAINING_METRICS, claim
 from studies.real_models import local_model
@@ -89,8 +89,8 @@ def _figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float]:
             episodes = [each for group in sample(engine, request) for each in group.samples_G]
             metrics = agent_metrics(episodes)
             figures |= {
-                f"valid{suffix}": metrics["agent_is_valid"],
-                f"right{suffix}": metrics["agent_is_right"],
+                f"valid{suffix}": _share(episodes, "is_valid"),
+                f"right{suffix}": _share(episodes, "is_right"),
                 f"malformed{suffix}": metrics["malformed_calls"] / len(episodes),
                 f"failed_calls{suffix}": metrics["tool_failures"] / len(episodes),
                 f"answers{suffix}": metrics["turns"],
@@ -99,6 +99,11 @@ def _figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float]:
             }
     figures["test_s"] = time.perf_counter() - begin
     return {name: float(f"{value:.6g}") for name, value in figures.items()}
+
+
+def _share(episodes: list[Sample], name: str) -> float:
+    """Return the mean of a metric that agents return, 0 for an episode that returned none."""
+    return fmean(0.0 if each.episode is None else each.episode.metrics.get(name, 0.0) for each in episodes)
 
 
 def _with_files(job: Job) -> RunConfig:

@@ -63,7 +63,7 @@ def test_masters_moments_and_gradients_are_those_of_the_clients(decoder):
 
 @torch.no_grad()
 def test_adapters_by_row_are_those_of_the_bank_and_of_the_decode_step(decoder):
-    slot = AdapterSlot(decoder, Engine(), RANK, CLIENTS)
+    slot = AdapterSlot(decoder, Engine(), RANK)
     with slot.banked() as bank:
         for seed in range(CLIENTS):
             adapter = TrainedAdapter(decoder, AdapterSpec(rank=RANK, seed=seed))

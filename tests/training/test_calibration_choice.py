@@ -48,7 +48,7 @@ def test_the_estimates_are_the_sums_of_their_parts(files):
     length, running = config.sample.max_tokens / 2, min(256, config.engine.max_rows(has_kernels=True))
     step_s = 3.0 * (weights + 272 * 64)
     calls = math.ceil(8192 / (256 * 128))  # half of MAX_SAMPLE_TOKENS
-    calibration = calls * 128 * step_s + 2 * 8192 * weights * 5.0 + inputs * 7.0
+    calibration = calls * 128 * step_s + 4 * 8192 * weights * 5.0 + inputs * 7.0
     evaluation = 2 * math.ceil(256 / running) * length * step_s
     estimated = estimates(a, config, Rates(3.0, 5.0, 7.0))
     assert estimated == pytest.approx((calibration, evaluation), rel=1e-12)

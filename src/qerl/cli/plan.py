@@ -71,6 +71,9 @@ STORED_HELP = Help(
 )
 
 
+_PROMPT_TOKENS = 256
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SftPlanOptions:
     gpu: str | None = None
@@ -79,8 +82,8 @@ class SftPlanOptions:
     gpu_gb: float | None = None
     """Memory of the GPU, in units of 1e9 bytes, instead of what the GPU's name says."""
 
-    prompt_tokens: int = 256
-    """Mean length of the prompts, in tokens."""
+    prompt_tokens: int | None = None
+    """Mean length of the prompts, in tokens; default: 256, or half of sft.max_length if that is less."""
 
     completion_tokens: int | None = None
     """Mean length of the completions, in tokens, for the time; default: up to max_length."""
@@ -175,8 +178,9 @@ def run_stored(command: str, arguments: list[str]) -> None:
     gpu, gpu_gb = _gpu(options.gpu, options.gpu_gb)
     rows = dataclasses.replace(options.run.sft, data=options.run.sft.data or "rows")  # are not read
     config = run_config(dataclasses.replace(options.run, sft=rows))
-    prompt_tokens = options.prompt_tokens
-    rest = max((options.run.sft.max_length or 2 * prompt_tokens) - prompt_tokens, 1)
+    longest = options.run.sft.max_length
+    prompt_tokens = options.prompt_tokens or min(_PROMPT_TOKENS, (longest or 2 * _PROMPT_TOKENS) // 2)
+    rest = max((longest or 2 * prompt_tokens) - prompt_tokens, 1)
     text, fits = format_stored_plan(
         names[0],
         config,

@@ -284,6 +284,10 @@ class ServeOptions:
         check_positive(self, "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "send_timeout_s")
 
 
+SHARED_ADAPTERS = 8
+"""Adapters that rows of one decode step may have."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TinkerOptions:
     host: str = "127.0.0.1"
@@ -314,7 +318,7 @@ class TinkerOptions:
     host_samplers: int = 8
     """Adapters of samplers in host memory; those used longest ago lie in files in the checkpoints' folder."""
 
-    shared_adapters: int = 8
+    shared_adapters: int = SHARED_ADAPTERS
     """Maximum adapters that sample in the same decode step; with 0 they take turns. On a GPU up to 31."""
 
     max_turn_s: float = 2.0

@@ -1,6 +1,6 @@
 """Requests that join and leave a running batch: continuous batching for a server.
 
-    add      a request joins the batch when the present burst of decode steps has been read
+    add      a request joins the batch at the next step, also while a burst of decode steps runs
     abort    its samples leave it there, and their rows and pages are free again
     step     launch a burst, read one, or rebuild the batch (generation.py)
 

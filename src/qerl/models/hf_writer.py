@@ -84,7 +84,7 @@ def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
     opened = os.open(parent, os.O_RDONLY)
     try:
         _lock(opened, fcntl.LOCK_EX)  # nobody removes the new folder before it is locked
-        remove_unlocked(parent, prefix)
+        _remove_all_unlocked(parent, prefix)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         descriptor = os.open(folder, os.O_RDONLY)
         _lock(descriptor, fcntl.LOCK_EX)
@@ -93,8 +93,18 @@ def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
         os.close(opened)
 
 
-def remove_unlocked(parent: Path, prefix: str) -> None:
-    """Remove the folders with this prefix that killed processes left: their lock is free."""
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove the folders with this prefix that killed processes left, but none that is being made."""
+    opened = os.open(parent, os.O_RDONLY)
+    try:
+        _lock(opened, fcntl.LOCK_EX)
+        _remove_all_unlocked(parent, prefix)
+    finally:
+        os.close(opened)
+
+
+def _remove_all_unlocked(parent: Path, prefix: str) -> None:
+    """Remove those whose lock is free. The parent is locked."""
     for entry in os.scandir(parent):
         if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
             _remove_unlocked(Path(entry.path))

@@ -33,8 +33,8 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
     with listen(options, has_key=key is not None) as listener:
         model = load_model(source, run, options.model, with_adapter=options.with_adapter)
         allow_special_tokens(model.engine.tokenizer, options.allow_special_tokens)
+        adapters = make_adapters(model, options)  # before the KV cache takes the free memory
         batcher = make_batcher(model, options)
-        adapters = make_adapters(model, options)
         name = options.name or Path(source).name
         parser = RequestParser(model=model, options=options, name=name, adapters=adapters)
         server = make_server(make_app(parser, batcher, api_key=key), options)

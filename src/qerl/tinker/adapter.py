@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qerl.algo.seeds import mix
 from qerl.config import AdapterConfig
+from qerl.config.options import SHARED_ADAPTERS
 from qerl.engine.local_engine import LocalEngine
 from qerl.errors import UserError, require
 from qerl.learner.optimizer import FusedAdamW, load_state, state_of, step_if
@@ -152,7 +153,9 @@ def _master_name(decoder: Decoder, linear: str, side: str) -> str:
 class AdapterSlot:
     """The decoder's adapter, which holds one client's at a time."""
 
-    def __init__(self, decoder: Decoder, engine: LocalEngine, max_rank: int, shared_adapters: int = 8):
+    def __init__(
+        self, decoder: Decoder, engine: LocalEngine, max_rank: int, shared_adapters: int = SHARED_ADAPTERS
+    ):
         """shared_adapters: of rows of one decode step."""
         self.decoder, self.max_rank = decoder, max_rank
         self._bank = AdapterBank(decoder.compute, decoder.device, shared_adapters, max_rank)

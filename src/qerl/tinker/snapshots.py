@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qerl.models.hf_writer import locked_folder, remove_unlocked
+from qerl.models.hf_writer import locked_folder, remove_abandoned
 
 _PREFIX = ".samplers-"
 
@@ -26,7 +26,7 @@ class Snapshots:
         self._files: Path | None = None
         self._lock_descriptor: int | None = None
         if folder.is_dir():
-            remove_unlocked(folder, _PREFIX)
+            remove_abandoned(folder, _PREFIX)
         self._held: collections.OrderedDict[int, Mapping[str, Tensor]] = collections.OrderedDict()
         self._num_added, self._lock = 0, threading.Lock()
 

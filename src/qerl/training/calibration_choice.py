@@ -89,7 +89,7 @@ def estimates(a: Architecture, config: RunConfig, rates: Rates) -> tuple[float, 
     rows = config.engine.max_rows(has_kernels=True)
     calls = math.ceil(num_tokens / (rows * sampled_length))
     sampling_s = calls * sampled_length * step_s
-    quantizing_s = 2 * num_tokens * num_weights * rates.fp32_s + inputs * rates.rounding_s
+    quantizing_s = 4 * num_tokens * num_weights * rates.fp32_s + inputs * rates.rounding_s
     waves = math.ceil(config.evaluate.num_prompts / _running(config))
     return sampling_s + quantizing_s, 2 * waves * length * step_s
 

@@ -1,9 +1,10 @@
 """Memory budget of the KV cache.
 
-    on a GPU     90 % of (free - working)     free: memory that this process may still allocate
+    on a GPU     90 % of (free - working - by row)     free: memory that this process may still allocate
     on a CPU     1e9 bytes
 
-working is what a prefill needs besides the model: activations, an unpacked weight and some logits. The other
+working is what a prefill needs besides the model: activations, an unpacked weight and some logits; by row,
+what a bank of adapters takes once requests name them (engine/decode/group_bank.py). The other
 10 % is for CUDA graphs and for memory that torch cannot return. Learning needs no share, because it uses the
 pages' memory while the cache is not present. On a GPU without virtual memory management the pages stay
 allocated between two calls; they then get 60 % and leave the rest to learning.
@@ -15,6 +16,7 @@ from qerl.config import EngineConfig
 from qerl.cost.prefill import batched_tokens, prefill_row_bytes
 from qerl.kernels.runtime.gpu_memory import allowed_bytes, memory_bytes
 from qerl.kernels.runtime.virtual_memory import can_give_back
+from qerl.kernels.tiles.row_slots import slot_rank
 from qerl.models.decoder import Decoder
 
 SHARE = 0.9
@@ -28,7 +30,17 @@ def new_cache_bytes(config: EngineConfig, decoder: Decoder, resident_bytes: int)
     max_bytes = max_cache_bytes(config, decoder, resident_bytes)
     if config.kv_cache_gb is not None or decoder.device.type == "cpu":
         return max_bytes
-    return max_bytes * (SHARE if can_give_back(decoder.device) else _SHARE_IF_RESIDENT)
+    share = SHARE if can_give_back(decoder.device) else _SHARE_IF_RESIDENT
+    return max(max_bytes - by_row_bytes(decoder), 0.0) * share
+
+
+def by_row_bytes(decoder: Decoder) -> float:
+    """Return the memory of a full adapter bank: slots of the decode kernels, and each A and B twice."""
+    if (bank := decoder.adapter_bank) is None:
+        return 0.0
+    widths = sum(linear.in_width + linear.out_width for _, linear in decoder.linears())
+    ranks = slot_rank(bank.max_rank) * (1 + bank.max_adapters) + 2 * bank.max_rank * bank.max_adapters
+    return decoder.compute.itemsize * widths * ranks
 
 
 def max_cache_bytes(config: EngineConfig, decoder: Decoder, resident_bytes: int) -> float:

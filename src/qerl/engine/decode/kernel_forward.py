@@ -81,7 +81,7 @@ class KernelForward:
         )
         mixers = {name: MIXERS[name](parts) for name in {k.mixer for k in decoder.architecture.kinds}}
         self._attention, self._steps = mixers.get("attention"), _steps(parts, mixers)
-        self._bank_versions: dict[int, int] = {}
+        self._bank_versions: tuple[AdapterBank, dict[int, int]] | None = None
 
     @staticmethod
     def obstacle(decoder: Decoder, page_tokens: int, kernels: Kernels | None = None) -> str | None:
@@ -117,11 +117,11 @@ class KernelForward:
         if isinstance(self._attention, AttentionSteps):
             self._attention.kernel.set_chunk(state, lengths_B, num_rows)
         bank = self._decoder.adapter_bank
-        if bank is not None and (versions := bank.take()) != self._bank_versions:
+        if bank is not None and (bank, versions := bank.take()) != self._bank_versions:
             for group in (group for step in self._steps for group in step.groups):
                 assert isinstance(group, LinearGroup)  # bank_obstacle
                 group.banked(bank).update(versions)
-            self._bank_versions = versions
+            self._bank_versions = bank, versions
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
         return self._run(StepRows(state, num_rows, is_together=False, bank=self._decoder.adapter_bank))

@@ -225,7 +225,8 @@ class OtherAdapter:
         self._weights: dict[Module, Tensor] = base_weights(decoder)
         for name, module, offset in wholes:
             weight = tensors[_whole_name(name)].detach()
-            assert module.weight is not None
+            if module.weight is None:
+                raise UserError(f"{name}: the adapter trains it whole, which needs model.head_format bf16")
             if weight.shape != module.weight.shape:
                 shapes = f"{tuple(module.weight.shape)}, got {tuple(weight.shape)}"
                 raise UserError(f"{name}: the adapter's weight must have the shape {shapes}")

@@ -89,7 +89,7 @@ def requantize(
         with contextlib.ExitStack() as hooks:
             for group in layer.linear_groups:
                 if linears := tuple(x for x in group if f"model.{names[id(x)]}" not in plain):
-                    act = functools.partial(_requantize_group, linears, settings, inputs.pop(group[0], None))
+                    act = functools.partial(_requantize_group, linears, settings, inputs, group[0])
                     hooks.enter_context(_before_first_call(linears[0], act))
             for experts in layer.experts:
                 act = functools.partial(_requantize_experts, experts, settings, nearest, layer_index)
@@ -122,10 +122,13 @@ def _before_first_call(module: nn.Module, act: Callable[..., None]) -> Iterator[
 def _requantize_group(
     linears: tuple[QuantLinear, ...],
     settings: GptqSettings,
-    z_TK: Tensor | None,
+    inputs: dict[QuantLinear, Tensor],
+    first_of_group: QuantLinear,
     x_TK: Tensor,
     *_: Any,
 ) -> None:
+    """inputs: of the float model's groups, by their first linears; the group's own are freed."""
+    z_TK = inputs.pop(first_of_group, None)
     target_NK = torch.cat([merged_weight(linear) for linear in linears]).float()
     frozen = _frozen_grid([linear.weight for linear in linears], settings.kind)
     h_KK = add_damping(gram(x_TK), settings.damping)

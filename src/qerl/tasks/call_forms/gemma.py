@@ -10,19 +10,23 @@ from qerl.tasks.call_forms.form import MALFORMED, CallForm, RawCall, Reader, Rea
 
 _HEAD = re.compile(r"\s*+call:([\w.:/-]++)\s*+(?=\{)")
 _PART_OF_HEAD = re.compile(r"\s*+(?:c|ca|cal|call|call:[\w.:/-]*+\s*+)?")
+_VALUE = r"|([^\s{}\[\],:][^{}\[\],:]*+)(:?)"
+_PARTS = re.compile(r'<\|"\|>.*?(?:<\|"\|>|\Z)|(<tool_call\|>)', re.DOTALL)
+_VALUES = re.compile(r'<\|"\|>(.*?)<\|"\|>' + _VALUE, re.DOTALL)
+_PARTS_3 = re.compile(r"<escape>.*?(?:<escape>|\Z)|(<end_function_call>)", re.DOTALL)
+_VALUES_3 = re.compile(r"<escape>(.*?)<escape>" + _VALUE, re.DOTALL)
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 
 
-def _reader(quote: str, close: str) -> Reader:
-    mark = re.escape(quote)
-    parts = re.compile(rf"{mark}.*?(?:{mark}|\Z)|({re.escape(close)})", re.DOTALL)
-    values = re.compile(rf"{mark}(.*?){mark}|([^\s{{}}\[\],:][^{{}}\[\],:]*?)\s*(:|(?=[,}}\]]))", re.DOTALL)
+def _reader(parts: re.Pattern[str], values: re.Pattern[str]) -> Reader:
+    """parts: strings, and the end of a call. values: strings, and words or keys with their colons."""
 
     def as_json(part: re.Match[str]) -> str:
         string, word, colon = part.groups()
-        if string is not None or colon:
-            return json.dumps(word if string is None else string) + (colon or "")
-        return _WORDS.get(word, word)
+        if string is not None:
+            return json.dumps(string)
+        word = word.rstrip()
+        return json.dumps(word) + colon if colon else _WORDS.get(word, word)
 
     def read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | None:
         undecided = MALFORMED if is_end else None
@@ -38,15 +42,15 @@ def _reader(quote: str, close: str) -> Reader:
     return read
 
 
-def _form(name: str, open: str, quote: str, close: str) -> CallForm:
-    return CallForm(
-        name=name,
-        markers=(open,),
-        opens=(open,),
-        read=_reader(quote, close),
-        controls=(open, quote, close),
-    )
+def _form(name: str, open: str, quote: str, close: str, read: Reader) -> CallForm:
+    return CallForm(name=name, markers=(open,), opens=(open,), read=read, controls=(open, quote, close))
 
 
-GEMMA4 = _form("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>")
-FUNCTION_GEMMA = _form("function_gemma", "<start_function_call>", "<escape>", "<end_function_call>")
+GEMMA4 = _form("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>", _reader(_PARTS, _VALUES))
+FUNCTION_GEMMA = _form(
+    "function_gemma",
+    "<start_function_call>",
+    "<escape>",
+    "<end_function_call>",
+    _reader(_PARTS_3, _VALUES_3),
+)

@@ -37,21 +37,21 @@ def _read(text: str, place: int, schemas: Schemas, is_end: bool) -> Reading | No
 
 def _call(body: str, place: int) -> tuple[RawCall, int]:
     """Return the call at the place, and where it ends; raise ValueError if it is none."""
-    name, place = _matched(_NAME, body, place)
+    name, place = _there(_NAME.match(body, place))
     arguments = dict[str, Any]()
     while not body.startswith(")", place):
-        key, place = _matched(_KEY, body, place)
+        key, place = _there(_KEY.match(body, place))
         value = _PYTHON.match(body, place)
         if value is None:
             arguments[key[1]], place = _DECODER.raw_decode(body, place)
         else:
             arguments[key[1]], place = ast.literal_eval(value[0]), value.end()
-        _, place = _matched(_COMMA, body, place)
+        _, place = _there(_COMMA.match(body, place))
     return RawCall(name[1], arguments), place + 1
 
 
-def _matched(pattern: re.Pattern[str], body: str, place: int) -> tuple[re.Match[str], int]:
-    match = pattern.match(body, place)
+def _there(match: re.Match[str] | None) -> tuple[re.Match[str], int]:
+    """Return the match and its end; raise ValueError if there is none."""
     if match is None:
         raise ValueError
     return match, match.end()
