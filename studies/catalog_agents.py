@@ -137,7 +137,7 @@ def agents() -> Study:
             for name in FRAMEWORKS
         ),
         arms=(
-            Arm(name=_BEFORE, about="the model as it is, in NVFP4"),
+            Arm(name=_BEFORE, about="the model as it is, in NVFP4", fields={"num_steps": 1}),  # none is made
             Arm(name=_AFTER, about="after 30 steps of 64 episodes"),
         ),
         baseline=_BEFORE,

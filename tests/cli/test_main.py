@@ -472,4 +472,4 @@ def test_ctrl_c_while_modules_are_imported_shows_no_traceback():
 def test_the_first_line_hides_a_password(monkeypatch, capsys):
     assert qerl(monkeypatch, "eval", "https://me:hunter22@host/model", "gsm8k") == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("eval https://***@host/model: ") and "hunter22" not in shown
+    assert "https://***@host/model: " in shown and "hunter22" not in shown

@@ -54,7 +54,7 @@ def test_runners_of_more_samplings_than_are_kept_are_dropped_oldest_first(decode
     engine = engine_of(decoder)
     temperatures = [0.5 + i / 100 for i in range(12)]
     texts = [[s.text for s in drawn(engine, prompts_of(5), temperature=t)] for t in temperatures]
-    kept = [key.temperature for key in engine._runners._runners]
+    kept = [key.temperature for key, _ in engine._runners._runners]
     assert kept == temperatures[4:]
     assert [s.text for s in drawn(engine, prompts_of(5), temperature=0.5)] == texts[0]
 
