@@ -81,26 +81,29 @@ def _exchange(folder: Path, place: Path) -> None:
 def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
     """Make a temporary folder with this prefix; return it and a descriptor that locks it, which the kernel
     releases with the process. Folders with the prefix whose lock is free are removed."""
-    opened = os.open(parent, os.O_RDONLY)
-    try:
-        _lock(opened, fcntl.LOCK_EX)  # nobody removes the new folder before it is locked
+    with _locked(parent):  # nobody removes the new folder before it is locked
         _remove_all_unlocked(parent, prefix)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         descriptor = os.open(folder, os.O_RDONLY)
         _lock(descriptor, fcntl.LOCK_EX)
         return folder, descriptor
-    finally:
-        os.close(opened)
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove the folders with this prefix that killed processes left, but none that is being made."""
-    opened = os.open(parent, os.O_RDONLY)
-    try:
-        _lock(opened, fcntl.LOCK_EX)
+    with _locked(parent):
         _remove_all_unlocked(parent, prefix)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, where the file system has any."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def _remove_all_unlocked(parent: Path, prefix: str) -> None:

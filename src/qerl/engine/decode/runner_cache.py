@@ -139,9 +139,8 @@ class RunnerCache:
         if (is_fast := self._uses_kernels) not in self._forwards:
             make = self._make_forward(is_fast)
             self._forwards[is_fast] = make(self._decoder, cache, self._rows, self._max_pages)
-        sampling = sampling and dataclasses.replace(
-            sampling, max_tokens=1, stop=()
-        )  # a runner never sees them
+        if sampling is not None:  # without what a runner never sees
+            sampling = dataclasses.replace(sampling, max_tokens=1, stop=())
         key = sampling, self._decoder.adapter_bank  # whose tensors graphs point to
         if key not in self._runners:
             while len(self._runners) >= _MAX_RUNNERS:
