@@ -59,5 +59,11 @@ class GroupBank:
         if part is None:
             zeros_RK = self.a_SRK.new_zeros(self._rank, linear.in_width)
             return zeros_RK, zeros_RK.new_zeros(linear.out_width, self._rank)
-        missing = self._rank - len(part[0])
-        return F.pad(part[0], (0, 0, 0, missing)), F.pad(part[1], (0, missing))
+        return with_rank(*part, self._rank)
+
+
+def with_rank(a_RK: Tensor, b_NR: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return both with zeros up to this rank."""
+    if not (missing := rank - len(a_RK)):
+        return a_RK, b_NR
+    return F.pad(a_RK, (0, 0, 0, missing)), F.pad(b_NR, (0, missing))

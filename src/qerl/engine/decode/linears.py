@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.engine.decode.group_bank import GroupBank
+from qerl.engine.decode.group_bank import GroupBank, with_rank
 from qerl.kernels.linear.fp8_linear import fp8_product
 from qerl.kernels.linear.fused_linear import side_by_side
 from qerl.kernels.pointwise.matmul_fp32 import add_product
@@ -129,8 +129,7 @@ class LinearGroup:
             a_RK, b_NR = linear.a_work, linear.b_work
             if linear.scaling != self.scaling:  # exact where the ratio is a power of two
                 a_RK = a_RK * (linear.scaling / self.scaling)
-            missing = 0 if self.tiles is None else self.rank - len(a_RK)
-            return (F.pad(a_RK, (0, 0, 0, missing)), F.pad(b_NR, (0, missing))) if missing else (a_RK, b_NR)
+            return (a_RK, b_NR) if self.tiles is None else with_rank(a_RK, b_NR, self.rank)
         rank = 0 if self.tiles is None else self.rank
         zeros = torch.zeros(rank, linear.in_width, dtype=linear.compute, device=self._device)
         return zeros, zeros.new_zeros(linear.out_width, rank)
