@@ -206,6 +206,6 @@ def _origin(lines: Sequence[Line], trials: Sequence[Line]) -> str:
     commits = ", ".join(summary["commits"])
     differed = " (+: with uncommitted changes)" if "+" in commits else ""
     return (
-        f"{summary['runs']} runs, {clock(summary['seconds'])} in total, {workers} at the same time, on"
-        f" {', '.join(summary['devices'])}; commits {commits}{differed}."
+        f"{summary['runs']} runs, {clock(summary['seconds'])} in total, {workers} at the same time on one"
+        f" device: {', '.join(summary['devices'])}; commits {commits}{differed}."
     )

@@ -4,6 +4,7 @@
      "final": {"accuracy_after": 0.87, ...}, "curve": [{"step": 0, "reward": 0.04, ...}, ...],
      "digest": "...", "commit": "...", "is_dirty": false, "device": "...", "seconds": 31.2, "workers": 1}
 
+workers is the number of runs at the same time on the line's device: its seconds depend on it.
 The file is rewritten in the study's own order whenever a run ends, so it does not depend on which run ends
 first. A resumed study starts from it; a line whose config differs from the study's is refused.
 """

@@ -10,6 +10,7 @@ continues from its checkpoint (training/session.py). Workers end when the proces
 """
 
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -84,6 +85,11 @@ def visible_gpus() -> list[str]:
     return [name for name in named.split(",") if name.strip()]
 
 
+def runs_on_a_device(workers: int) -> int:
+    """Return how many of the workers share a device, the most if not all share alike."""
+    return math.ceil(workers / max(1, len(visible_gpus())))
+
+
 def choice_jobs(study: Study, folder: Path) -> list[Job]:
     """Return the runs of the arms that have several learning rates."""
     return [
@@ -152,10 +158,11 @@ def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> It
     """Yield jobs as they end. No job waits inside the pool: after Ctrl-C, which ends every running job, a
     worker would start it."""
     waiting, running = iter(jobs), dict[Future[Line], Job]()
+    sharing = runs_on_a_device(workers)
 
     def begin(count: int) -> None:
         for job in itertools.islice(waiting, count):
-            running[pool.submit(_work, study.measure, workers, job)] = job
+            running[pool.submit(_work, study.measure, sharing, job)] = job
 
     begin(workers)
     try:
@@ -201,7 +208,8 @@ def _end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _work(measure: Any, workers: int, job: Job) -> Line:
+def _work(measure: Any, sharing: int, job: Job) -> Line:
+    """sharing: number of runs at the same time on the job's device, of which its seconds depend."""
     job.folder.mkdir(parents=True, exist_ok=True)
     with open(job.folder / "log.txt", "a") as log, redirect_stdout(log), redirect_stderr(log):
         begin = time.perf_counter()
@@ -218,5 +226,5 @@ def _work(measure: Any, workers: int, job: Job) -> Line:
         "digest": job.digest,
         **{name: facts[name] for name in ("commit", "is_dirty", "device")},
         "seconds": seconds,
-        "workers": workers,
+        "workers": sharing,
     }

@@ -203,6 +203,12 @@ def test_more_seeds_than_the_exact_test_can_count_are_refused_before_a_run(files
         select(study, seeds=41, arms=(), tasks=())
 
 
+@pytest.mark.parametrize("named, workers, sharing", [("0,1", 2, 1), ("0,1", 3, 2), ("0", 3, 3), ("", 2, 2)])
+def test_a_line_counts_the_runs_that_share_its_device(monkeypatch, named, workers, sharing):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert run_module.runs_on_a_device(workers) == sharing
+
+
 def _gpu_of_worker(number):
     time.sleep(0.2)  # so that every worker of the pool gets a job
     return os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")
