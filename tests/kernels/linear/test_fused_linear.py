@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from conftest import rms_error
 from qerl.kernels.linear import fused_linear as op
+from qerl.kernels.pointwise import matmul_fp32
 from qerl.kernels.runtime import row_kernel
 
 # What torch says when a backward pass is the first to use cuBLAS on its thread.
@@ -141,6 +142,38 @@ def test_what_a_product_is_added_to_is_in_the_sum_and_gets_its_gradient(dtype, b
     place = h.detach().clone()
     y = op.linear_onto(place, x, _operand(operand, parts), parts[0])
     assert y.data_ptr() == place.data_ptr() and torch.equal(y, got[0])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_gradients_of_b_by_chunks_of_rows_add_up_to_those_of_all_rows_to_the_bit(
+    dtype, device, rng, monkeypatch
+):
+    """A layer that is recomputed in chunks then learns what one that is not does (learner/chunked_mlp.py)."""
+    monkeypatch.setattr(matmul_fp32, "CHUNK_ROWS", 16)
+    _, _, parts, dy = _case(37, 64, (64, 32, 32), 16, dtype, device, rng)
+    u = torch.randn(37, 48, generator=rng).to(device, dtype)
+    chunks = [op._b_gradients(dy[rows], u[rows], parts) for rows in matmul_fp32.row_chunks(37)[::-1]]
+    for whole, *each in zip(op._b_gradients(dy, u, parts), *chunks, strict=True):
+        total = each[0].clone()
+        for of_chunk in each[1:]:
+            total.add_(of_chunk)
+        assert torch.equal(whole, total)
+
+
+@pytest.mark.parametrize(("alphas", "num_products"), (((0.05,) * 3, 1), ((0.05, 0.05, 0.02), 2)))
+def test_neighbors_of_one_alpha_have_one_product_for_the_gradients_of_b(
+    alphas, num_products, rng, monkeypatch
+):
+    _, _, parts, dy = _case(37, 64, (64, 32, 32), 16, torch.float32, "cpu", rng, alphas=alphas)
+    u, calls = torch.randn(37, 48, generator=rng), []
+    monkeypatch.setattr(
+        op, "summed", lambda *operands: calls.append(operands) or matmul_fp32.summed(*operands)
+    )
+    found = op._b_gradients(dy, u, parts)
+    assert len(calls) == num_products
+    for i, (row, width) in enumerate(((0, 64), (64, 32), (96, 32))):
+        want = alphas[i] * dy[:, row : row + width].double().T @ u[:, 16 * i : 16 * i + 16].double()
+        assert rms_error(found[i], want) < 1e-5
 
 
 def _swiglu_truth(x, operand, parts, dy):

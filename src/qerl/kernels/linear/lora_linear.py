@@ -101,8 +101,8 @@ class _LoraLinear(torch.autograd.Function):
         return dx_TK, None, None, None, None, da_RK, db_NR, None, None, None
 
 
-def _rounded(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    return (a_MK @ b_KN).float()
+def _rounded(a_MK: Tensor, b_KN: Tensor, alpha: float) -> Tensor:
+    return (a_MK @ b_KN).float().mul_(alpha)
 
 
 def _scaled_product(

@@ -62,6 +62,14 @@ def add_product(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, alpha: float = 1.0, *,
     return c_MN.add_(ab_MN, alpha=alpha) if beta else torch.mul(ab_MN, alpha, out=c_MN)
 
 
+def scaled_product(a_MK: Tensor, b_KN: Tensor, alpha: float = 1.0) -> Tensor:
+    """Return alpha * a @ b of two matrices in fp32: on a CUDA device one launch."""
+    if alpha == 1:
+        return product(a_MK, b_KN)
+    c_MN = torch.empty(len(a_MK), b_KN.shape[1], dtype=torch.float32, device=a_MK.device)
+    return add_product(c_MN, a_MK, b_KN, alpha, beta=0)
+
+
 def frozen_linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """Return x @ weight^T in fp32; differentiable in x, by a product of operands in the weight's dtype."""
     return _FrozenLinear.apply(x_TK, weight_NK)
@@ -85,16 +93,16 @@ def row_chunks(num_rows: int) -> list[slice]:
 
 
 def summed(
-    a_TM: Tensor, b_TN: Tensor, alpha: float = 1.0, *, multiply: Callable[[Tensor, Tensor], Tensor] = product
+    a_TM: Tensor,
+    b_TN: Tensor,
+    alpha: float = 1.0,
+    *,
+    multiply: Callable[[Tensor, Tensor, float], Tensor] = scaled_product,
 ) -> Tensor:
-    """Return alpha * a^T @ b in fp32, as the sum over chunks of rows. multiply: returns a new fp32 tensor."""
+    """Return alpha * a^T @ b in fp32, as the sum over chunks of rows. multiply: returns alpha * the product
+    as a new fp32 tensor."""
     *before, last = row_chunks(len(a_TM)) or [slice(0)]
-
-    def of(some: slice) -> Tensor:
-        product_MN = multiply(a_TM[some].T, b_TN[some])
-        return product_MN if alpha == 1 else product_MN.mul_(alpha)  # one launch of many less
-
-    total_MN = of(last)
+    total_MN = multiply(a_TM[last].T, b_TN[last], alpha)
     for some in reversed(before):
-        total_MN.add_(of(some))
+        total_MN.add_(multiply(a_TM[some].T, b_TN[some], alpha))
     return total_MN
