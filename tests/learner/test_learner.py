@@ -13,6 +13,7 @@ from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.learner import Learner
 from qerl.learner.lr_schedule import learning_rate
+from qerl.learner.minibatch import split
 from qerl.models.peft.adapter import load_adapter
 from qerl.types import Group
 
@@ -172,6 +173,32 @@ def test_the_reference_costs_one_forward_however_many_passes(groups):
     seen = forwards(learner)
     learner.step(groups)
     assert seen == [False, False, True, True, True]
+
+
+def test_groups_without_a_gradient_that_are_read_stand_for_the_others(groups):
+    """Of four copies of one group a quarter is read: the metrics are those of all, and so is the update."""
+    silent = [
+        replace(without_advantage(groups[0]), prompt=replace(groups[0].prompt, index=i)) for i in range(4)
+    ]
+    steps = [silent[0], groups[1], *silent[1:], groups[2]]
+    whole, part = (tiny_learner(learn={"read_share": share}) for share in (1.0, 0.25))
+    counted, metrics = forwards(part), [learner.step(steps) for learner in (whole, part)]
+    assert is_equal(masters(whole), masters(part))
+    assert len(counted) == 2
+    rows = sum(len(group.prompt.tokens_T) for group in silent[1:])
+    rows += 3 * sum(len(s.tokens_T) - 1 for s in groups[0].samples_G)
+    assert metrics[0].pop("learn_tokens") - metrics[1].pop("learn_tokens") == rows
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
+
+
+def test_the_share_that_is_read_is_spread_over_the_step(groups):
+    groups = [
+        without_advantage(replace(groups[0], prompt=replace(groups[0].prompt, index=i))) for i in range(6)
+    ]
+    for share, indices in ((0.5, [0, 2, 4]), (0.2, [0, 3]), (0.01, [0]), (1.0, [0, 1, 2, 3, 4, 5])):
+        (minibatch,) = split(groups, run_config(learn={"read_share": share}), device=torch.device("cpu"))
+        assert [group.prompt.index for group in minibatch.without_gradient.groups] == indices
+        assert minibatch.read_weight == 6 / len(indices)
 
 
 @pytest.mark.parametrize("kind", ["no groups", "no samples", "no rewards", "no advantages"])

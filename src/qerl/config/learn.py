@@ -43,6 +43,10 @@ class LearnConfig:
     num_iterations: int = 1
     """Number of passes over the step's samples."""
 
+    read_share: float = 1.0
+    """Share of the groups without a gradient, those of equal rewards, that the learner reads for its metrics
+    and that stand for all of them there. It changes no update. Such groups were half of a run on GSM8K."""
+
     max_tokens_per_microbatch: int | None = None
     """Maximum number of packed tokens per forward and backward pass; the gradient does not depend on it.
     One prompt with one sample may be more. None: 8,192, and on a GPU more as far as memory is free: 16,384 if
@@ -76,6 +80,8 @@ class LearnConfig:
     def __post_init__(self):
         check_positive(self, "learning_rate", "adam_epsilon", "max_grad_norm", prefix="learn.")
         check_positive(self, "updates_per_step", "num_iterations", "max_nonfinite_updates", prefix="learn.")
+        share = self.read_share
+        require(0 < share <= 1, f"learn.read_share must be above 0 and at most 1, got {share}")
         check_positive(self, "max_tokens_per_microbatch", "logprob_chunk_tokens", prefix="learn.")
         check_not_negative(self, "weight_decay", prefix="learn.")
         for name in ("warmup_ratio", "min_lr_ratio"):

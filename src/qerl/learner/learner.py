@@ -108,7 +108,11 @@ class Learner:
         changes no weight but counts its updates. Every rank receives all groups."""
         shares = split(groups, self.config, device=self.decoder.device, ranks=self._ranks)
         reads_ahead = len(shares) * self.config.learn.num_iterations > 1
-        others = [reading for share in shares for reading in self._read(share.without_gradient)]
+        others = [
+            dataclasses.replace(reading, weight=share.read_weight)
+            for share in shares
+            for reading in self._read(share.without_gradient)
+        ]
         before = [self._read(share.with_gradient) if reads_ahead else None for share in shares]
         updates = [
             self._update(share, old)

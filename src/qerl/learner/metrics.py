@@ -46,6 +46,8 @@ class BatchMetrics:
     """Logprobs of the learner's own kernels if logprob_C comes from the sampler; else None."""
     routing: RoutingReading | None = None
     """Routes of a mixture of experts; None for another model."""
+    weight: float = 1.0
+    """How often each token counts in the step's metrics: it may stand for others that are not read."""
 
 
 def divided(values_C: Tensor | None, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:
@@ -102,7 +104,7 @@ class Tally:
     """A mean that combines over ranks: Tally(total=6.0, count=3, max=4.0).mean is 2.0."""
 
     total: float
-    count: int
+    count: float
     max: float
 
     @staticmethod
@@ -117,6 +119,10 @@ class Tally:
         is_number = not (math.isnan(self.max) or math.isnan(other.max))
         highest = max(self.max, other.max) if is_number else math.nan
         return Tally(self.total + other.total, self.count + other.count, highest)
+
+    def weighted(self, weight: float) -> "Tally":
+        """Return the tally of as many times the values."""
+        return self if weight == 1 else Tally(weight * self.total, weight * self.count, self.max)
 
 
 class DeviceTally(NamedTuple):
@@ -231,10 +237,17 @@ def update_measures(update: Update) -> DeviceTallies:
 def read_step(first: list[BatchMetrics], updates: list[Update]) -> tuple[Tallies, list[Update]]:
     """Wait for the device, once. Return the tallies of the first pass and of the applied updates, and the
     updates with their norms."""
-    passes = [sampling_measures(first), *map(update_measures, updates)]
+    weights = list(dict.fromkeys(reading.weight for reading in first))
+    passes = [sampling_measures([r for r in first if r.weight == weight]) for weight in weights]
+    passes += map(update_measures, updates)
     tallies = to_host({(i, name): x for i, measures in enumerate(passes) for name, x in measures.items()})
-    first_pass, *by_update = (
-        {name: tally for (at, name), tally in tallies.items() if at == i} for i in range(len(passes))
+    by_pass = [{name: tally for (at, name), tally in tallies.items() if at == i} for i in range(len(passes))]
+    readings, by_update = by_pass[: len(weights)], by_pass[len(weights) :]
+    first_pass = added(
+        [
+            {name: tally.weighted(weight) for name, tally in each.items()}
+            for weight, each in zip(weights, readings, strict=True)
+        ]
     )
     norms = [each["norm"].total if "norm" in each else math.nan for each in by_update]
     done = [

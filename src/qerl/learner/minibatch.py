@@ -2,7 +2,8 @@
 
     weight of a token    over all samples of the update, independent of packing
     with_gradient        groups that have a gradient; all of them in distillation
-    without_gradient     groups without any advantage and without KL penalty: their gradient is exactly zero
+    without_gradient     groups without any advantage and without KL penalty: their gradient is exactly zero;
+                         of these learn.read_share, evenly spaced, which stand for all of them in the metrics
     loss                 of the samples, plus algo.deep.weight times the loss of the branches
 
 A branch's tokens before its pivot count as prompt here. A group without a gradient still counts in the
@@ -11,6 +12,7 @@ minibatch, balanced by the rows of groups with a gradient; weights are over all 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -22,11 +24,14 @@ from qerl.learner.distributed import ALONE, Ranks
 from qerl.learner.packing import PackedBatch, pack
 from qerl.types import Group, Sample
 
+Weighted = tuple[Group, list[float]]
+"""A group with the weights of its samples' tokens."""
+
 
 class MinibatchPart:
     """Groups with the weights of their samples' tokens, packed on request."""
 
-    def __init__(self, weighted_P: list[tuple[Group, list[float]]], device: torch.device):
+    def __init__(self, weighted_P: list[Weighted], device: torch.device):
         self._weighted_P, self._device = weighted_P, device
         self._max_tokens: int | None = None
         self._batches: Sequence[PackedBatch] = ()
@@ -55,6 +60,8 @@ class Minibatch:
 
     with_gradient: MinibatchPart
     without_gradient: MinibatchPart
+    read_weight: float
+    """How often each token of without_gradient counts in the step's metrics."""
     has_gradient: bool
     """True if any rank has a token to learn from."""
     num_samples: int
@@ -116,15 +123,29 @@ def _share(
     for group, weights_G in zip(known_P, weights_P_G, strict=True):
         has_gradient = has_other_loss or any(sample.advantage != 0 for sample in group.samples_G)
         (with_gradient if has_gradient else without_gradient).append((group, weights_G))
+    read = _evenly_spaced(without_gradient, config.learn.read_share)
     return Minibatch(
         with_gradient=MinibatchPart(_balanced(with_gradient, ranks), device),
-        without_gradient=MinibatchPart(_balanced(without_gradient, ranks), device),
+        without_gradient=MinibatchPart(_balanced(read, ranks), device),
+        read_weight=_num_tokens(without_gradient) / max(_num_tokens(read), 1),
         has_gradient=any(weight for _, weights_G in with_gradient for weight in weights_G),
         num_samples=sum(len(group.samples_G) for group in known_P),
     )
 
 
-def _balanced(weighted_P: list[tuple[Group, list[float]]], ranks: Ranks) -> list[tuple[Group, list[float]]]:
+def _evenly_spaced(weighted_P: list[Weighted], share: float) -> list[Weighted]:
+    """Return this share of the groups, rounded up."""
+    count = math.ceil(share * len(weighted_P))
+    return [weighted_P[i * len(weighted_P) // count] for i in range(count)]
+
+
+def _num_tokens(weighted_P: list[Weighted]) -> int:
+    """Return the sampled tokens that are packed."""
+    pairs = (pair for group, weights_G in weighted_P for pair in zip(group.samples_G, weights_G, strict=True))
+    return sum(len(sample.logprobs_T) for sample, weight in pairs if weight)
+
+
+def _balanced(weighted_P: list[Weighted], ranks: Ranks) -> list[Weighted]:
     """Return this rank's groups: the largest first, each to the rank with the fewest rows so far."""
     rows_P = [
         len(group.prompt.tokens_T) + sum(len(s.tokens_T) for s in group.samples_G) for group, _ in weighted_P
