@@ -47,7 +47,7 @@ class BatchMetrics:
     routing: RoutingReading | None = None
     """Routes of a mixture of experts; None for another model."""
     weight: float = 1.0
-    """How often each token counts in the step's metrics: it may stand for others that are not read."""
+    """Factor of each token in the step's metrics: it may stand for others that are not read."""
 
 
 def divided(values_C: Tensor | None, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:

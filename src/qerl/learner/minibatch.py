@@ -61,7 +61,7 @@ class Minibatch:
     with_gradient: MinibatchPart
     without_gradient: MinibatchPart
     read_weight: float
-    """How often each token of without_gradient counts in the step's metrics."""
+    """Factor of the tokens of without_gradient in the step's metrics."""
     has_gradient: bool
     """True if any rank has a token to learn from."""
     num_samples: int
