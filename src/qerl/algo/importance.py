@@ -138,7 +138,7 @@ def correct(learner_old_T: Tensor, sampler_T: Tensor, spans: Segments, algo: Alg
     )
 
 
-def effective_fraction(total: float, total_squared: float, count: int) -> float:
+def effective_fraction(total: float, total_squared: float, count: float) -> float:
     """Return (sum w)^2 / (T sum w^2): the share of the T tokens that an unweighted mean of the same precision
     needs; 1 for equal weights. Kong, 1992."""
     return total * total / (count * total_squared)
