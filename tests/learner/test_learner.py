@@ -195,6 +195,7 @@ def test_the_share_that_is_read_is_spread_over_the_step(groups):
     groups = [
         without_advantage(replace(groups[0], prompt=replace(groups[0].prompt, index=i))) for i in range(6)
     ]
+    groups.insert(0, replace(groups[0], samples_G=[]))  # has nothing to read
     for share, indices in ((0.5, [0, 2, 4]), (0.2, [0, 3]), (0.01, [0]), (1.0, [0, 1, 2, 3, 4, 5])):
         (minibatch,) = split(groups, run_config(learn={"read_share": share}), device=torch.device("cpu"))
         assert [group.prompt.index for group in minibatch.without_gradient.groups] == indices

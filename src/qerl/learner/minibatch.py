@@ -134,9 +134,10 @@ def _share(
 
 
 def _evenly_spaced(weighted_P: list[Weighted], share: float) -> list[Weighted]:
-    """Return this share of the groups, rounded up."""
-    count = math.ceil(share * len(weighted_P))
-    return [weighted_P[i * len(weighted_P) // count] for i in range(count)]
+    """Return this share of the groups that have tokens, rounded up."""
+    known_P = [pair for pair in weighted_P if _num_tokens([pair])]
+    count = math.ceil(share * len(known_P))
+    return [known_P[i * len(known_P) // count] for i in range(count)]
 
 
 def _num_tokens(weighted_P: list[Weighted]) -> int:
