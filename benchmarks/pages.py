@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import table
 from benchmarks.cards import card_tables
 from benchmarks.conflicts import conflict_table
-from benchmarks.rounding_cost import cost_table, read_arms
+from benchmarks.rounding_cost import cost_table, read_accuracies, read_arms
 from benchmarks.rows import Row, coverage, read_rows
 from benchmarks.summary import exact_table, speed_table
 from qerl.bench.record import RESULTS, ROOT
@@ -30,7 +30,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "gpus": coverage,
     "cards": card_tables,
     "conflicts": lambda rows: conflict_table(),
-    "rounding": lambda rows: cost_table(read_arms()),
+    "rounding": lambda rows: cost_table(read_arms(), read_accuracies()),
     **table.TABLES,
     "all": table.all_tables,
 }

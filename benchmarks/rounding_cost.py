@@ -1,18 +1,22 @@
-"""What rounding to NVFP4 costs, arm by arm: the table of docs/models.md and docs/images/rounding.svg.
+"""What rounding to 4 bits costs, arm by arm: the table of docs/models.md and docs/images/rounding.svg.
 
 Both are made of benchmarks/results/calibration/GPU.jsonl, rows that `python -m benchmarks calibration`
-prints. The latest row of an arm counts. Rows of a90bd20c have today's names: there `gptq` was
-`gptq+float0+fp32`, and today's `gptq` was `gptq+float0.5+half`; its parts `rows` and `norms` are gone.
+prints, and the table also of the study gsm8k_untrained. The latest row of an arm counts. GPTQ's settings
+were chosen on the first 64 test questions; rows of other questions name them in `questions`. Rows of
+a90bd20c have today's names: there `gptq` was `gptq+float0+fp32`, and today's `gptq` was
+`gptq+float0.5+half`; its parts `rows` and `norms` are gone.
 """
 
 import json
 from html import escape
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.rows import NOT_MEASURED, Row, wrapped
 from qerl.bench.record import RESULTS, ROOT
 
 FOLDER = ROOT / RESULTS / "calibration"
+ACCURACIES = ROOT / "studies" / "gsm8k_untrained" / "results.jsonl"
 ARMS = {
     "plain": "`model.scales plain`",
     "mse": "`model.scales mse`",
@@ -20,6 +24,10 @@ ARMS = {
     "gptq": "`mse`, `model.calibrate gptq`",
 }
 """Arms that are shown, each with its name there."""
+_EMPTY = "-"
+_STUDY_ARMS = {"plain": "nvfp4", "mse": "nvfp4-mse", "gptq": "nvfp4-gptq"}
+_STUDY_ONLY = {"bf16": "`model.format bf16`", "nf4": "`model.format nf4`", "mxfp4": "`model.format mxfp4`"}
+"""Arms of which the table has the accuracy alone."""
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR, _TOP = 760, 300, 100, 44, 14, 34
 _STYLE = """<style>
   text { font: 13px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 11px; fill: #59636e }
@@ -38,20 +46,43 @@ def read_arms(folder: Path = FOLDER) -> list[Row]:
     return [row for row in rows if row["part"] == "arm"]
 
 
-def cost_table(rows: list[Row]) -> str:
-    """Return a line for each shown arm: each model's KL and agreement on held-out questions."""
-    models, latest = _models(rows), {(row["model"], row["arm"]): row for row in rows}
-    header = ["", *(f"{_size(model)}: KL | top-1" for model in models)]
-    lines = [f"| {' | '.join(header)} |", "| --- " * (1 + 2 * len(models)) + "|"]
-    for arm, name in ARMS.items():
-        cells = [_cells(latest.get((model, arm))) for model in models]
-        lines.append(f"| {' | '.join([name, *cells])} |")
+def read_accuracies(path: Path = ACCURACIES) -> dict[tuple[str, str], float]:
+    """Return by size, such as 0.5B, and arm of the study the mean greedy accuracy of its seeds."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+        found.setdefault((_size(line["task"]), line["arm"]), []).append(line["final"]["greedy"])
+    return {key: fmean(each) for key, each in found.items()}
+
+
+def cost_table(rows: list[Row], accuracies: dict[tuple[str, str], float]) -> str:
+    """Return a line for each shown arm: each model's KL and agreement on held-out questions, the KL on
+    questions other than those, and the accuracy. A column without a figure is left out."""
+    arms = ARMS | _STUDY_ONLY
+    columns = [["", *arms.values()]]
+    for model in _models(rows):
+        figures = [_figures(rows, accuracies, model, arm) for arm in arms]
+        heads = [f"{_size(model)}: {head}" for head in ("KL", "top-1", "KL, other questions", "accuracy")]
+        columns += [[head, *cells] for head, *cells in zip(heads, *figures, strict=True)]
+    columns = [column for column in columns if set(column[1:]) != {_EMPTY}]
+    lines = [f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)]
+    lines.insert(1, "| --- " * len(columns) + "|")
     return "\n".join([*lines, "", wrapped(_sources(rows))])
+
+
+def _figures(rows: list[Row], accuracies: dict[tuple[str, str], float], model: str, arm: str) -> list[str]:
+    row, other = (_latest(rows, others=others).get((model, arm)) for others in (False, True))
+    right = accuracies.get((_size(model), _STUDY_ARMS.get(arm, arm)))
+    return [
+        _EMPTY if row is None else f"{row['kl']:.4f}",
+        _EMPTY if row is None else f"{row['agreement']:.3f}",
+        _EMPTY if other is None else f"{other['kl']:.4f}",
+        _EMPTY if right is None else f"{right:.3f}",
+    ]
 
 
 def cost_svg(rows: list[Row]) -> str:
     """Return a bar of KL for each shown arm and model."""
-    models, latest = _models(rows), {(row["model"], row["arm"]): row for row in rows}
+    models, latest = _models(rows), _latest(rows)
     shown = [row for row in latest.values() if row["arm"] in ARMS]
     largest = max((row["answer_kl"] for row in shown), default=1.0)
     parts = [_text(_LEFT, 18, "KL to the float weights on their own answers, nats a token", "small")]
@@ -76,16 +107,15 @@ def _models(rows: list[Row]) -> list[str]:
     return sorted({row["model"] for row in rows}) or ["-"]
 
 
+def _latest(rows: list[Row], *, others: bool = False) -> dict[tuple[str, str], Row]:
+    """Return the rows that count by model and arm; others: those of other questions."""
+    return {(row["model"], row["arm"]): row for row in rows if ("questions" in row) == others}
+
+
 def _size(model: str) -> str:
     """Return "0.5B" of qwen2.5-coder-0.5b-instruct."""
     sizes = [part.upper() for part in model.split("-") if part[:1].isdigit() and part[-1:].lower() in "bm"]
     return sizes[0] if sizes else model
-
-
-def _cells(row: Row | None) -> str:
-    if row is None:
-        return f"{NOT_MEASURED} | {NOT_MEASURED}"
-    return f"{row['kl']:.4f} | {row['agreement']:.3f}"
 
 
 def _sources(rows: list[Row]) -> str:
