@@ -5,7 +5,8 @@
 <!-- end -->
 
 Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), gpus, cards,
-conflicts and rounding (rounding_cost.py).
+conflicts and rounding (rounding_cost.py); gsm8k_small-headline and -verdicts, the paragraphs of
+studies/gsm8k_small, which `python -m studies pages` writes.
 `tests/house/test_tables.py` holds the pages to the committed rows.
 """
 
@@ -24,6 +25,7 @@ from qerl.bench.record import RESULTS, ROOT
 from qerl.errors import UserError
 
 _MARKED = re.compile(r"<!-- table ([\w-]+) -->\n(?:.*?\n)??<!-- end -->", flags=re.DOTALL)
+_STUDIES = ROOT / "studies"
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "speed": speed_table,
     "exact": exact_table,
@@ -31,6 +33,12 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "cards": card_tables,
     "conflicts": lambda rows: conflict_table(),
     "rounding": lambda rows: cost_table(read_arms(), read_accuracies()),
+    **{
+        f"gsm8k_small-{part}": lambda rows, part=part: (
+            (_STUDIES / "gsm8k_small" / f"{part}.md").read_text().strip()
+        )
+        for part in ("headline", "verdicts")
+    },
     **table.TABLES,
     "all": table.all_tables,
 }

@@ -2,14 +2,13 @@
 
     python -m benchmarks pictures [--run runs/demo]
 
-Colors follow the reader's light or dark setting. Curves are those of the report.
+The curves of a study, docs/images/STUDY.svg, are drawn by `python -m studies pages`. Colors follow the
+reader's light or dark setting. Curves are those of the report.
 """
 
 import dataclasses
-import html
 import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.rounding_cost import cost_svg, read_arms
@@ -18,6 +17,7 @@ from qerl.errors import UserError
 from qerl.tracking.report.curve import Series, curves_svg
 from qerl.tracking.report.page import asset
 from qerl.tracking.report.read import Points
+from qerl.tracking.report.svg import shapes_of, svg_document, svg_text
 
 IMAGES = ROOT / "docs" / "images"
 _STYLE = """<style>
@@ -70,13 +70,14 @@ def system_svg() -> str:
     arrows = [f"M{x} 110 H{x + 48}" for x in (116, 296, 476, 656)]
     arrows += ["M230 199 V142", "M770 199 V142", "M800 142 V199"]
     notes = [
-        _text(240, 175, "reads the weights, plus AQN noise in the norms", "small", "start"),
-        _text(810, 175, "updates LoRA", "small", "start"),
-        _text(760, 175, "reads the same weights", "small", "end"),
-        _text(430, 40, "one training step", "", "middle"),
-        _text(430, 58, "no second copy of the weights, no merging, no weight sync", "small", "middle"),
+        svg_text(240, 175, "reads the weights, plus AQN noise in the norms", "small", "start"),
+        svg_text(810, 175, "updates LoRA", "small", "start"),
+        svg_text(760, 175, "reads the same weights", "small", "end"),
+        svg_text(430, 40, "one training step", "", "middle"),
+        svg_text(430, 58, "no second copy of the weights, no merging, no weight sync", "small", "middle"),
     ]
-    return _svg(900, 280, [_STYLE, *boxes, *(f'<path class="arrow" d="{d}"/>' for d in arrows), *notes])
+    paths = (f'<path class="arrow" d="{d}"/>' for d in arrows)
+    return svg_document(900, 280, [_STYLE, *boxes, *paths, *notes])
 
 
 def run_svg(folder: Path) -> str:
@@ -96,10 +97,9 @@ def run_svg(folder: Path) -> str:
         mark = "exact" if key == "sigma" else "line"
         series = [Series(label=key, run_index=0, points=points, mark=mark, breaks=breaks)]
         svg = curves_svg(title, series + [held_out] * (key == "reward"), x_range=(0.0, float(len(steps))))
-        shapes = svg[svg.index(">") + 1 :].removesuffix("</svg>")
-        title_text = _text(50, 0, title, "", "start")
-        charts.append(f'<g transform="translate({490 * i} 20)">{title_text}{shapes}</g>')
-    return _svg(1470, 255, [f"<style>{asset('page.css')}</style>", *charts])
+        title_text = svg_text(50, 0, title, "", "start")
+        charts.append(f'<g transform="translate({490 * i} 20)">{title_text}{shapes_of(svg)}</g>')
+    return svg_document(1470, 255, [f"<style>{asset('page.css')}</style>", *charts])
 
 
 def _box(x: int, y: int, width: int, height: int, name: str, title: str, note: str) -> str:
@@ -107,16 +107,7 @@ def _box(x: int, y: int, width: int, height: int, name: str, title: str, note: s
     return "\n".join(
         [
             f'<rect class="{name}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>',
-            _text(middle, y + height / 2 - 3, title, "", "middle"),
-            _text(middle, y + height / 2 + 15, note, "small", "middle"),
+            svg_text(middle, y + height / 2 - 3, title, "", "middle"),
+            svg_text(middle, y + height / 2 + 15, note, "small", "middle"),
         ]
     )
-
-
-def _text(x: float, y: float, text: str, name: str, anchor: str) -> str:
-    return f'<text class="{name}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{html.escape(text)}</text>'
-
-
-def _svg(width: int, height: int, parts: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
-    return "\n".join([head, *parts, "</svg>"]) + "\n"

@@ -3,7 +3,8 @@
 
 Run it from a checkout of the repository. `run` executes the runs that have no line in OUT/NAME/results.jsonl
 yet and then writes the page; `pages` writes the pages, studies/findings.md and studies/real.md from the
-stored lines and runs nothing.
+stored lines, the pictures in docs/images, and the paragraphs of README.md and docs/ that quote them
+(benchmarks/pages.py). It runs nothing.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import tyro
 from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError, did_you_mean
 from studies.catalog import STUDIES
-from studies.findings import with_results, write_findings
+from studies.findings import with_results, write_findings, write_pictures
 from studies.real_findings import write_real_findings
 from studies.run import rewrite_pages, run_study
 from studies.select_problems import SelectOptions, select_problems
@@ -33,7 +34,8 @@ usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--task
 Train the arms of a study with several seeds, and test its claims (docs/studies.md).
 
   run      Run what OUT/NAME/results.jsonl does not have yet, then write the study's page
-  pages    Write the pages, studies/findings.md and real.md again from the stored results
+  pages    Write the pages, pictures, studies/findings.md, real.md and what README.md quotes of them again
+           from the stored results
   mixture  Train a small mixture of experts from scratch, then with rewards
   select   Sample from the untrained model to choose the problems of math_exploration
 
@@ -74,11 +76,7 @@ def main(arguments: list[str]) -> None:
     if command == "run":
         _run(rest)
     elif command == "pages":
-        folder = Path("studies")
-        for name in rest or with_results(folder):
-            print(rewrite_pages(STUDIES[_known(name)](), folder / name))
-        print(write_findings(folder))
-        print(write_real_findings(folder))
+        _write_pages(Path("studies"), [_known(name) for name in rest])
     elif command == "mixture":
         options = tyro.cli(MixtureOptions, args=rest, prog="python -m studies mixture")
         print(json.dumps(train_mixture(options)))
@@ -86,6 +84,20 @@ def main(arguments: list[str]) -> None:
         select_problems(tyro.cli(SelectOptions, args=rest, prog="python -m studies select"))
     else:
         raise UserError(f"no command {command}; use run, pages, mixture or select")
+
+
+def _write_pages(folder: Path, names: list[str]) -> None:
+    # Here, so that studies run where a machine has src/ and studies/ alone.
+    from benchmarks.pages import TableOptions, write_tables
+    from benchmarks.pictures import IMAGES
+
+    for name in names or with_results(folder):
+        print(rewrite_pages(STUDIES[name](), folder / name))
+    for path in write_pictures(folder, IMAGES):
+        print(path)
+    print(write_findings(folder))
+    print(write_real_findings(folder))
+    write_tables(TableOptions(write=True))
 
 
 def _run(arguments: list[str]) -> None:

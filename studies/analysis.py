@@ -7,6 +7,7 @@
                  in a table, where an exact test of a task's few pairs has no power: Student's paired t test,
                  corrected over all rows of the metric
     interval     of each seed's mean difference over the tasks, Student's t
+    seconds      metrics and curves in _s are read from runs that had a GPU of their own, from no others
 
     supported  p < 0.05, and the difference has the claimed sign in every task
     mixed      p < 0.05 and the claimed sign overall, but not in every task
@@ -24,17 +25,19 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Literal
 
-from studies.results import Line
+from studies.results import Line, has_own_gpu
 from studies.statistics import Estimate, Paired, estimate, exact_p, holm, paired
-from studies.study import Claim, Study
+from studies.study import Claim, Curve, Study
 
-Verdict = Literal["supported", "mixed", "refuted", "depends", "not shown", "not measured"]
+Verdict = Literal["supported", "mixed", "refuted", "depends", "not shown", "not run"]
 Values = dict[tuple[str, str], dict[int, float]]
 """By (task, arm), then by seed."""
 SIGNIFICANCE = 0.05
+SECONDS = "_s"
+"""End of the names of figures in seconds."""
 _REACHED_STEPS = 3
 
 
@@ -98,7 +101,9 @@ class Row:
 
 
 def values_of(lines: Sequence[Line], metric: str) -> Values:
-    """Return the values of a metric; runs without it are left out."""
+    """Return a metric of the runs that have it; seconds only of those that had a GPU of their own."""
+    if metric.endswith(SECONDS):
+        lines = [line for line in lines if has_own_gpu(line)]
     if metric in DERIVED:
         return DERIVED[metric](lines)
     values: Values = {}
@@ -131,19 +136,21 @@ def matched_mean(rewards: Sequence[float], level: float) -> float:
     return fmean(rewards[start : start + half])
 
 
-def curve_mean(key: str, lines: Sequence[Line]) -> Values:
-    """Return each run's mean over its steps of a metric of the curve; runs without it are left out."""
+def of_curve(key: str, lines: Sequence[Line]) -> Values:
+    """Return each run's mean over its steps of a metric of the curve; runs without it are left out. Of
+    seconds the median: the first step, which compiles, and those with an evaluation do not count."""
+    middle = median if key.endswith(SECONDS) else fmean
     values: Values = {}
     for line in lines:
         points = [point[key] for point in line["curve"] if point.get(key) is not None]
         if points:
-            values.setdefault((line["task"], line["arm"]), {})[line["seed"]] = fmean(points)
+            values.setdefault((line["task"], line["arm"]), {})[line["seed"]] = middle(points)
     return values
 
 
 DERIVED: Mapping[str, Callable[[Sequence[Line]], Values]] = {
     "matched": matched,
-    **{key: partial(curve_mean, key) for key in ("mismatch_kl", "mismatch_abs", "rollout_s", "step_s")},
+    **{key: partial(of_curve, key) for key in ("mismatch_kl", "mismatch_abs", "rollout_s", "step_s")},
 }
 
 
@@ -254,7 +261,7 @@ def _side_results(lines: Sequence[Line], claim: Claim) -> tuple[SideResult, ...]
 
 def _verdict(claim: Claim, evidence: Evidence | None, p: float | None) -> Verdict:
     if evidence is None or p is None:
-        return "not measured"
+        return "not run"
     if p >= SIGNIFICANCE:
         sides = {_side(compared.difference) for compared in evidence.by_task.values()}
         return "depends" if {-1, 1} <= sides else "not shown"
@@ -271,14 +278,33 @@ def _side(difference: Estimate) -> int:
     return (difference.low > 0) - (difference.high < 0)
 
 
-def bands(lines: Sequence[Line], x: str, y: str) -> list[tuple[float, Estimate]]:
-    """Return the curve of one arm over its seeds, at each x that all of them have."""
-    curves = [{p[x]: p[y] for p in line["curve"] if p.get(y) is not None and x in p} for line in lines]
-    curves = [curve for curve in curves if curve]
-    if not curves:
+def bands(lines: Sequence[Line], curve: Curve) -> list[tuple[float, Estimate]]:
+    """Return the curve of one arm over its seeds: (mean x, estimate) of each step that all of them have."""
+    if curve.x.endswith(SECONDS):
+        lines = [line for line in lines if has_own_gpu(line)]
+    runs = [points for line in lines if (points := _points(line, curve))]
+    if not runs:
         return []
-    shared = sorted(set.intersection(*(set(curve) for curve in curves)))
-    return [(at, estimate([curve[at] for curve in curves])) for at in shared]
+    shared = sorted(set.intersection(*map(set, runs)))
+    return [
+        (fmean(run[step][0] for run in runs), estimate([run[step][1] for run in runs])) for step in shared
+    ]
+
+
+def _points(line: Line, curve: Curve) -> dict[float, tuple[float, float]]:
+    """Return (x, y) by step, or x without steps; with a value before training by steps done."""
+    done = int(curve.before is not None)
+    points = {
+        point.get("step", point[curve.x]) + done: (
+            point[curve.x] + done * (curve.x == "step"),
+            point[curve.y],
+        )
+        for point in line["curve"]
+        if point.get(curve.y) is not None and curve.x in point
+    }
+    if points and curve.before is not None and curve.before in line["final"]:
+        points[0] = (0.0, line["final"][curve.before])
+    return points
 
 
 def facts(lines: Sequence[Line]) -> dict[str, Any]:

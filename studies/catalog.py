@@ -177,7 +177,7 @@ def growth() -> Study:
             ),
             claim("NVFP4 + AQN ends [above|below] BF16 LoRA", "nvfp4+aqn", "bf16", "accuracy_after"),
             claim("NVFP4 ends [above|below] NF4 (QLoRA)", "nvfp4", "nf4", "accuracy_after"),
-            claim("Full fine-tuning ends [above|below] NVFP4 + AQN", "full", "nvfp4+aqn", "accuracy_after"),
+            claim("NVFP4 + AQN ends [above|below] full fine-tuning", "nvfp4+aqn", "full", "accuracy_after"),
         ),
         remarks=(
             ONE_MODEL,

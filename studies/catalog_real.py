@@ -20,7 +20,7 @@ from qerl.config import (
 )
 from studies.common import AQN, TRAINING_CURVES, TRAINING_METRICS, claim
 from studies.real_models import measure_before_training, train_and_test
-from studies.study import Arm, Curve, Fields, Metric, Study, StudyTask, with_fields
+from studies.study import Arm, Curve, Fields, Metric, Picture, Study, StudyTask, with_fields
 
 _REQUEST = "{question}\nThink step by step, then give the final number after ####."
 _SMALL, _LARGE = (f"Qwen/Qwen2.5-Coder-{size}-Instruct" for size in ("0.5B", "1.5B"))
@@ -52,8 +52,10 @@ _SEEDS = tuple(range(8))
 _RATES, _FULL_RATES = (2e-5, 5e-5, 1e-4), (1e-6, 3e-6, 1e-5)
 
 _METRICS = (
-    Metric(key="greedy", title="Greedy", about="1,319 test problems, last number of the answer, after"),
-    Metric(key="sampled", title="Sampled", about="the same at temperature 1"),
+    Metric(
+        key="greedy", title="Greedy accuracy", about="1,319 test problems, last number of the answer, after"
+    ),
+    Metric(key="sampled", title="Sampled accuracy", about="the same at temperature 1"),
     Metric(key="strict_greedy", title="Greedy, strict", about="the number behind ####"),
     Metric(key="strict_sampled", title="Sampled, strict"),
     Metric(key="pass@8", title="pass@8", about="256 problems"),
@@ -65,16 +67,31 @@ _METRICS = (
     ),
     Metric(key="tokens_sampled", title="Length", about="tokens of a sampled answer, at most 512"),
     Metric(key="train_s", title="Seconds", about="of all steps, evaluations included"),
+    Metric(key="step_s", title="Seconds a step", about="median of the steps"),
     Metric(key="peak_gb", title="Memory", about="largest of a step, 1e9 bytes"),
 )
 _UNTRAINED = (
-    *(m for m in _METRICS if not m.key.startswith(("reward", "entropy", "train", "peak"))),
+    *(m for m in _METRICS if not m.key.startswith(("reward", "entropy", "train", "step", "peak"))),
     Metric(key="calibrate_s", title="Calibration", about="seconds, with the model's own samples"),
+)
+TEST_CURVE = Curve(
+    x="step",
+    y="eval_accuracy",
+    title="Test accuracy",
+    about="256 held-out problems, temperature 1",
+    before="accuracy_before",
+    x_label="steps",
 )
 _CURVES = (
     *TRAINING_CURVES,
-    Curve(x="step", y="eval_accuracy", title="Test accuracy", about="256 problems, temperature 1"),
-    Curve(x="elapsed_s", y="eval_accuracy", title="Test accuracy by time", about="seconds in steps"),
+    TEST_CURVE,
+    dataclasses.replace(
+        TEST_CURVE,
+        x="elapsed_s",
+        title="Test accuracy by time",
+        about="seconds in steps and evaluations",
+        x_label="s",
+    ),
 )
 _REMARKS = (
     "The checkpoints are GGUF files in Q4_K_M; their weights, decoded, are the BF16 models here.",
@@ -123,7 +140,7 @@ def gsm8k() -> Study:
         _FULL,
     )
     claims = (
-        claim("NF4 (QLoRA) ends [below|above] NVFP4 + AQN", "nf4", "nvfp4+aqn", "greedy", -1),
+        claim("NVFP4 + AQN ends [above|below] NF4 (QLoRA)", "nvfp4+aqn", "nf4", "greedy"),
         claim("NVFP4 + AQN ends [above|below] full fine-tuning", "nvfp4+aqn", "full", "greedy"),
         claim("Calibrated NVFP4 ends [above|below] NVFP4", "nvfp4-gptq", "nvfp4", "greedy"),
         claim("Calibrated NVFP4 ends [below|above] BF16 LoRA", "nvfp4-gptq", "bf16", "greedy", -1),
@@ -135,7 +152,15 @@ def gsm8k_small() -> Study:
     """One rate for all arms: gsm8k chooses them for each."""
     study = _study("gsm8k_small", "0.5B", _SMALL, _MAIN, ())
     rate = f"All arms have the rate {BASE.learn.learning_rate:g}; none was chosen."
-    return dataclasses.replace(study, rates=(), remarks=(*_REMARKS[:2], rate))
+    return dataclasses.replace(
+        study, rates=(), remarks=(*_REMARKS[:2], rate), picture=_picture("0.5B", "bf16", "nvfp4", "nvfp4+aqn")
+    )
+
+
+def _picture(size: str, *arms: str) -> Picture:
+    batch = f"{BASE.num_prompts} x {BASE.num_generations}"
+    title = f"Qwen2.5-Coder-{size}-Instruct learns GSM8K in {BASE.num_steps} steps of {batch} answers"
+    return Picture(curve=TEST_CURVE, arms=arms, title=title, x_title="training steps")
 
 
 def _study(name: str, size: str, model: str, arms: tuple[Arm, ...], claims: tuple) -> Study:
@@ -173,9 +198,17 @@ def _study(name: str, size: str, model: str, arms: tuple[Arm, ...], claims: tupl
             ),
             claim("AQN [raises|lowers] what NVFP4 ends at", "nvfp4+aqn", "nvfp4", "greedy", is_headline=True),
             claim("AQN [raises|lowers] what BF16 LoRA ends at", "bf16+aqn", "bf16", "greedy"),
+            claim(
+                "A step of NVFP4 + AQN takes [less|more] time than one of BF16 LoRA",
+                *("nvfp4+aqn", "bf16", "step_s", -1),
+                family="speed",
+                note="p is corrected by itself alone",
+            ),
             *claims,
         ),
         remarks=_REMARKS,
+        reproduces="QeRL",
+        picture=_picture(size, *(arm.name for arm in _MAIN)),
     )
 
 

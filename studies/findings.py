@@ -1,7 +1,7 @@
 """Write the verdicts of the studies of the embedded model in a few lines, for a reader of the repository.
 
 - Supported: MXFP4 has a higher entropy than BF16 (+0.778 in entropy, 95 % CI [0.768, 0.787]).
-- Refuted: NF4 has a lower entropy than BF16 (-0.129 in entropy, 95 % CI [-0.141, -0.116]).
+- Refuted: NF4 has a higher entropy than BF16 (-0.129 in entropy, 95 % CI [-0.141, -0.116]).
 - Depends on the task: ...
 - Not shown: ...
 """
@@ -13,8 +13,10 @@ from pathlib import Path
 from qerl.tracking.atomic_file import write_atomic
 from studies.analysis import Judged, judge
 from studies.catalog import SMALL_STUDIES, STUDIES
+from studies.picture import write_picture
+from studies.results import Line
 from studies.study import Study
-from studies.verdict import difference_text, number, sentence, title_of
+from studies.verdict import difference_text, number, title_of
 
 MAX_LINES = 12
 Result = tuple[Study, list[Judged]]
@@ -35,9 +37,12 @@ def results_in(folder: Path, names: Collection[str] = SMALL_STUDIES) -> list[Res
     results = []
     for name in (each for each in with_results(folder) if each in names):
         study = STUDIES[name]()
-        text = (folder / name / "results.jsonl").read_text()
-        results.append((study, judge(study, [json.loads(line) for line in text.splitlines()])))
+        results.append((study, judge(study, read_lines(folder / name))))
     return results
+
+
+def read_lines(folder: Path) -> list[Line]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
 def brief(results: Sequence[Result]) -> str:
@@ -48,7 +53,7 @@ def brief(results: Sequence[Result]) -> str:
             lines += [f"- {title}: {_decided(study, one)}." for one in judged if one.verdict == verdict]
     claims = [one for _, judged in results for one in judged]
     depends = [one.claim.says for one in claims if one.verdict == "depends"]
-    open_claims = [one for one in claims if one.verdict in ("not shown", "not measured")]
+    open_claims = [one for one in claims if one.verdict in ("not shown", "not run")]
     named = [one.claim.says for one in open_claims if one.claim.is_headline]
     if depends:
         lines.append(f"- Depends on the task: {'; '.join(depends)}.")
@@ -58,6 +63,15 @@ def brief(results: Sequence[Result]) -> str:
         lines.append(f"- Not shown: {'; '.join(named)}.")
     assert len(lines) <= MAX_LINES, f"{len(lines)} lines of findings; at most {MAX_LINES} fit the README"
     return "\n".join(lines)
+
+
+def write_pictures(folder: Path, images: Path) -> list[Path]:
+    """Write the pictures of the studies with lines in FOLDER to the folder images; return their paths."""
+    written = []
+    for name in with_results(folder):
+        study = STUDIES[name]()
+        written.append(write_picture(study, read_lines(folder / name), images))
+    return [path for path in written if path is not None]
 
 
 def write_findings(folder: Path) -> Path:
@@ -79,4 +93,4 @@ def _decided(study: Study, judged: Judged) -> str:
     ]
     if judged.claim.note:
         notes.append(judged.claim.note)
-    return f"{sentence(judged)} ({'; '.join(notes)})"
+    return f"{judged.claim.says} ({'; '.join(notes)})"

@@ -1,31 +1,39 @@
-"""Write a study's page: verdicts in sentences, tables, curves with bands, the choice of rates, the origin.
+"""Write a study's page: picture, verdicts, tables, costs, curves with bands, the choice of rates, the origin.
 
-The page is one file without scripts; summary.md beside it has the verdicts and the leading table.
+The page is one file without scripts; summary.md beside it has the verdicts and the leading tables. A study
+with a picture also has headline.md and verdicts.md, which README.md quotes (benchmarks/pages.py).
 """
 
 import dataclasses
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 
 from qerl.tracking.atomic_file import write_atomic
 from qerl.tracking.metric_text import clock
 from qerl.tracking.report.curve import Series, curves_svg
-from studies import verdict
-from studies.analysis import Judged, Row, bands, facts, judge, table
+from qerl.tracking.report.page import asset
+from studies import costs, headline, verdict
+from studies.analysis import Judged, Row, facts, judge, table
 from studies.forest import forest_svg
+from studies.picture import STYLE, picture_svg, series_of
 from studies.results import Line
 from studies.study import Curve, Metric, Study
 
 
 def write_pages(study: Study, folder: Path, lines: Sequence[Line], trials: Sequence[Line]) -> Path:
-    """Write index.html and summary.md; return the path of index.html."""
+    """Write the files above; return the path of index.html."""
     judged = judge(study, lines)
     rows = table(study, lines, study.metrics[0].key)
     origin = _origin(lines, trials)
-    write_atomic(folder / "summary.md", verdict.summary(study, judged, rows, origin).encode())
+    write_atomic(
+        folder / "summary.md",
+        verdict.summary(study, judged, rows, origin, costs.markdown(study, lines)).encode(),
+    )
+    if study.picture is not None:
+        write_atomic(folder / "headline.md", f"{headline.results(study, lines)}\n".encode())
+        write_atomic(folder / "verdicts.md", f"{headline.verdicts(study, judged)}\n".encode())
     write_atomic(folder / "index.html", _html(study, lines, trials, judged, origin).encode())
     return folder / "index.html"
 
@@ -34,13 +42,13 @@ def _html(
     study: Study, lines: Sequence[Line], trials: Sequence[Line], judged: Sequence[Judged], origin: str
 ) -> str:
     first, *others = study.metrics
-    planned = len(study.tasks) * len(study.arms) * len(study.seeds)
-    missing = planned - len(lines)
     parts = {
         "title": escape(study.name),
-        "style": files("qerl.tracking.report").joinpath("page.css").read_text(encoding="utf-8"),
-        "notices": f"{missing} of {planned} runs are missing" if missing else "",
+        "style": asset("page.css") + STYLE,
+        "notices": escape(_missing(study, lines)),
         "question": escape(study.question),
+        "answer": escape(verdict.tally(study, judged)),
+        "picture": _picture(study, lines),
         "caveats": "".join(f'<p class="caveat">{escape(text)}</p>' for text in verdict.caveats(study)),
         "verdicts": _verdicts(study, judged),
         "rules": escape(verdict.RULES),
@@ -48,7 +56,8 @@ def _html(
         "forests": "".join(_forest(study, lines, task.name, first) for task in study.tasks),
         "table": _table(study, lines, first),
         "tables": "".join(f"<h3>{escape(m.title)}</h3>" + _table(study, lines, m) for m in others),
-        "legend": _legend(study),
+        "costs": _costs(study, lines),
+        "legend": _legend(study, lines),
         "curves": _charts([_overview(study, lines, c, t.name) for t in study.tasks for c in study.curves]),
         "baseline": escape(study.baseline),
         "pairs": _charts(_pairs(study, lines)),
@@ -62,17 +71,62 @@ def _html(
     return head + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in rest))
 
 
+def _picture(study: Study, lines: Sequence[Line]) -> str:
+    """Return the study's picture and its figures, or nothing."""
+    picture = picture_svg(study, lines)
+    text = escape(headline.results(study, lines).replace("**", ""))
+    return f'<div class="picture">{picture}</div><p class="rule">{text}</p>' if picture else ""
+
+
+def _missing(study: Study, lines: Sequence[Line]) -> str:
+    """Return which runs of the study have no line, arm by arm."""
+    planned = len(study.tasks) * len(study.seeds)
+    counts = {arm.name: sum(line["arm"] == arm.name for line in lines) for arm in study.arms}
+    parts = [f"{name} {planned - n} of {planned}" for name, n in counts.items() if n < planned]
+    return f"Runs not made: {', '.join(parts)}" if parts else ""
+
+
 def _verdicts(study: Study, judged: Sequence[Judged]) -> str:
-    blocks = []
-    for title, claims in verdict.by_verdict(judged):
-        items = "".join(
-            f"<li>{escape(verdict.sentence(one))}<br><small>{escape(verdict.evidence_text(study, one))}"
-            "</small></li>"
-            for one in claims
+    """Return the table of claims, the decided ones first."""
+    rows = "".join(_claim(study, one) for _, claims in verdict.by_verdict(judged) for one in claims)
+    heads = "".join(f"<th>{name}</th>" for name in ("verdict", "claim", "difference [95 %]", "p", "pairs"))
+    table_html = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="scroll verdicts">{table_html}</div>' if judged else ""
+
+
+def _claim(study: Study, judged: Judged) -> str:
+    evidence, text, difference, cells = judged.evidence, "no pair of runs exists", "", ("", "")
+    if evidence is not None:
+        text = "; ".join(
+            [*verdict.counted(study, judged, evidence), *verdict.details(study, judged, evidence)]
         )
-        kind = claims[0].verdict.replace(" ", "-")
-        blocks.append(f'<div class="verdict {kind}"><h3>{escape(title)}</h3><ul>{items}</ul></div>')
-    return "".join(blocks)
+        metric = escape(verdict.title_of(study, judged.claim.metric))
+        difference = f"{verdict.signed(evidence.over_all.difference)}<br><small>{metric}</small>"
+        cells = verdict.p_text(judged.p).removeprefix("p = "), str(evidence.num_units)
+    kind = judged.verdict.replace(" ", "-")
+    claim = f"{escape(judged.claim.says)}<br><small>{escape(text)}</small>"
+    tail = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    word = escape(verdict.word(study, judged.verdict))
+    return f'<tr class="{kind}"><th>{word}</th><td class="claim">{claim}</td><td>{difference}</td>{tail}</tr>'
+
+
+def _costs(study: Study, lines: Sequence[Line]) -> str:
+    """Return the section with what a run of each arm costs, or nothing."""
+    rows = costs.costs(study, lines)
+    if not rows:
+        return ""
+    heads = "".join(f"<th>{name}</th>" for name in ("task", "arm", *costs.COLUMNS))
+    body = "".join(
+        f"<tr><td>{escape(row.task)}</td><th>{escape(row.arm)}</th>"
+        f"{''.join(f'<td>{escape(cell)}</td>' for cell in costs.cells(row))}</tr>"
+        for row in rows
+    )
+    notes = " ".join(text for text in (costs.RULE, costs.left_out(lines)) if text)
+    table_html = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    return (
+        f'<section><h2>Seconds and memory</h2><p class="rule">{escape(notes)}</p>'
+        f'<div class="scroll">{table_html}</div></section>'
+    )
 
 
 def _table(study: Study, lines: Sequence[Line], metric: Metric) -> str:
@@ -103,39 +157,28 @@ def _forest(study: Study, lines: Sequence[Line], task: str, metric: Metric) -> s
 
 def _overview(study: Study, lines: Sequence[Line], curve: Curve, task: str) -> str:
     """Return the chart of every arm's mean."""
-    series = [s for i, arm in enumerate(study.arms) if (s := _series(lines, curve, task, arm.name, i))]
-    series = [dataclasses.replace(one, band=()) for one in series]
+    found = [series_of(study, lines, curve, task, arm.name) for arm in study.arms]
+    series = [dataclasses.replace(one, band=()) for one in found if one is not None]
     return _chart(curve, task, series, "means of all arms")
 
 
 def _pairs(study: Study, lines: Sequence[Line]) -> list[str]:
     charts = []
     curve = study.curves[0]
-    base_index = next(i for i, arm in enumerate(study.arms) if arm.name == study.baseline)
     for task in study.tasks:
-        base = _series(lines, curve, task.name, study.baseline, base_index)
-        for i, arm in enumerate(study.arms):
-            series = _series(lines, curve, task.name, arm.name, i)
+        base = series_of(study, lines, curve, task.name, study.baseline)
+        for arm in study.arms:
+            series = series_of(study, lines, curve, task.name, arm.name)
             if arm.name != study.baseline and series and base:
                 charts.append(_chart(curve, task.name, [base, series], f"{arm.name} and {study.baseline}"))
     return charts
-
-
-def _series(lines: Sequence[Line], curve: Curve, task: str, arm: str, index: int) -> Series | None:
-    of_arm = [line for line in lines if (line["task"], line["arm"]) == (task, arm)]
-    points_by_x = bands(of_arm, curve.x, curve.y)
-    if not points_by_x:
-        return None
-    edges = [(x, e.low, e.high) for x, e in points_by_x if e.low is not None and e.high is not None]
-    points = [(float(x), e.mean) for x, e in points_by_x]
-    return Series(label=arm, run_index=index, points=points, mark="exact", band=edges)
 
 
 def _chart(curve: Curve, task: str, series: Sequence[Series], about: str) -> str:
     if not series:
         return ""
     title = f"{curve.title}, {task}"
-    return _figure(title, f"{curve.about}; {about}", curves_svg(title, series, curve.x))
+    return _figure(title, f"{curve.about}; {about}", curves_svg(title, series, curve.x_label or curve.x))
 
 
 def _charts(figures: Sequence[str]) -> str:
@@ -146,10 +189,13 @@ def _figure(title: str, about: str, svg: str) -> str:
     return f"<figure><figcaption><b>{escape(title)}</b> {escape(about)}</figcaption>{svg}</figure>"
 
 
-def _legend(study: Study) -> str:
+def _legend(study: Study, lines: Sequence[Line]) -> str:
+    """Return the colors of the arms that were run."""
+    run = {line["arm"] for line in lines}
     return "".join(
         f'<span class="s{i % 8}{" again" if i >= 8 else ""}"><i></i>{escape(arm.name)}</span>'
         for i, arm in enumerate(study.arms)
+        if arm.name in run
     )
 
 
@@ -202,7 +248,7 @@ def _origin(lines: Sequence[Line], trials: Sequence[Line]) -> str:
     summary = facts([*lines, *trials])
     if not summary["runs"]:
         return "No run is complete."
-    workers = "/".join(map(str, summary["workers"]))
+    workers = " or ".join(map(str, summary["workers"]))
     commits = ", ".join(summary["commits"])
     differed = " (+: with uncommitted changes)" if "+" in commits else ""
     return (

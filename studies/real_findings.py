@@ -1,20 +1,24 @@
 """Write the verdicts on the claims of QeRL side by side: the embedded model of 135M, and real models.
 
     | claim | SmolLM2-135M | Qwen2.5-Coder-0.5B | Qwen2.5-Coder-1.5B |
-    | NVFP4 + AQN ends above BF16 LoRA | not shown, -0.01 [-0.03, 0.01] | | supported, +0.02 [0.01, 0.03] |
+    | NVFP4 + AQN ends above BF16 LoRA | **not shown** -0.01 [-0.03, 0.01], p = 0.4, n = 20 | not run | |
 
-A cell is empty until its study has lines. Below the table stands the verdict on every other claim of a real
-model. Each verdict is corrected over the claims of its own study (analysis.py).
+A study without lines of a claim's arms has "not run"; an empty cell says that no study asks it. Below the
+table stands what the arms of real models cost, and the verdict on every other claim of a real model. Each
+verdict is corrected over the claims of its own study (analysis.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qerl.tracking.atomic_file import write_atomic
-from studies.analysis import Judged
+from studies import costs
+from studies.analysis import SIGNIFICANCE, Judged, Verdict
 from studies.catalog import SMALL_STUDIES, STUDIES
-from studies.findings import Result, results_in
-from studies.verdict import evidence_text, interval, sentence
+from studies.findings import Result, read_lines, results_in, with_results
+from studies.results import Line
+from studies.study import Study
+from studies.verdict import WORDS, evidence_text, markdown, p_text, signed
 
 MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B")
 Place = tuple[str, str, str, str]
@@ -26,7 +30,7 @@ def _both(arm: str, against: str, metric: str) -> tuple[Place, ...]:
     return tuple((study, arm, against, metric) for study in _GSM8K)
 
 
-ROWS: tuple[tuple[str, tuple[Place, ...]], ...] = (
+ROWS: tuple[tuple[str, tuple[Place | None, ...]], ...] = (
     (
         "NVFP4 has a higher entropy than BF16",
         (("entropy", "nvfp4", "bf16", "entropy"), *_both("nvfp4", "bf16", "entropy_first")),
@@ -47,6 +51,34 @@ ROWS: tuple[tuple[str, tuple[Place, ...]], ...] = (
         "AQN raises what NVFP4 ends at",
         (("noise", "exponential", "none", "accuracy_after"), *_both("nvfp4+aqn", "nvfp4", "greedy")),
     ),
+    ("AQN raises what BF16 LoRA ends at", (None, *_both("bf16+aqn", "bf16", "greedy"))),
+    (
+        "A step of NVFP4 + AQN takes less time than one of BF16 LoRA",
+        (None, *_both("nvfp4+aqn", "bf16", "step_s")),
+    ),
+    (
+        "NVFP4 + AQN ends above NF4 (QLoRA); at 135M without AQN",
+        (
+            ("growth", "nvfp4", "nf4", "accuracy_after"),
+            None,
+            ("gsm8k", "nvfp4+aqn", "nf4", "greedy"),
+        ),
+    ),
+    (
+        "NVFP4 + AQN ends above full fine-tuning",
+        (
+            ("growth", "nvfp4+aqn", "full", "accuracy_after"),
+            None,
+            ("gsm8k", "nvfp4+aqn", "full", "greedy"),
+        ),
+    ),
+    (
+        "Noise that decays exponentially ends above constant noise",
+        (
+            ("noise", "exponential", "constant", "accuracy_after"),
+            ("gsm8k_noise", "sigma-x1", "constant", "greedy"),
+        ),
+    ),
     (
         "BF16 LoRA collapses more than NVFP4 at ten times the rate",
         (
@@ -63,23 +95,35 @@ ROWS: tuple[tuple[str, tuple[Place, ...]], ...] = (
     ),
 )
 """The claim, and where each model's verdict is, in the order of MODELS."""
+_LEAD = "The claims of QeRL (arXiv 2510.11696), and what our runs say of them, model by model."
+_RULE = (
+    "Each cell: verdict, mean difference with its own 95 % interval, p of the exact sign-flip test over n"
+    " pairs (task and seed), corrected by Holm's method over the claims of its study. Reproduced, refuted: p"
+    f" < {SIGNIFICANCE}, and the difference has the claimed or the opposite sign. Not shown: p is larger;"
+    " differences outside the interval are excluded, those inside are open. Depends: the tasks differ. Not"
+    " run: a study asks it, and has no lines of its arms yet. Empty: no study asks it."
+)
 
 
-def real_findings(results: Sequence[Result]) -> str:
-    """Return Markdown: the table, then the claims of real models that it does not have."""
-    judged = {place_of(study.name, one): (study, one) for study, claims in results for one in claims}
-    lines = ["Verdict and difference with its 95 % interval; an empty cell was not measured.", ""]
-    lines += [_row(("claim", *MODELS)), _row(("---",) * (1 + len(MODELS)))]
+def real_findings(results: Sequence[Result], lines: Mapping[str, Sequence[Line]]) -> str:
+    """Return Markdown: the table, what the arms of real models cost, then the claims that the table does not
+    have. lines: of each study of a real model, by its name."""
+    judged = {place_of(study.name, one): one for study, claims in results for one in claims}
+    rows = []
     for text, places in ROWS:
-        cells = [_cell(judged[place][1]) if place in judged else "" for place in places]
-        lines.append(_row((text, *cells, *[""] * (len(MODELS) - len(cells)))))
+        cells = [_cell(place, judged) for place in places]
+        rows.append((text, *cells, *[""] * (len(MODELS) - len(cells))))
+    studies = {study.name: study for study, _ in results if study.name not in SMALL_STUDIES}
+    parts = [_LEAD, "\n".join(markdown(("claim", *MODELS), rows)), _RULE]
+    parts += [text for name, study in studies.items() if (text := _costs(study, lines[name]))]
     shown = {place for _, places in ROWS for place in places}
     others = [
-        f"- {study.name}: {one.verdict}: {sentence(one)} ({evidence_text(study, one)})."
-        for place, (study, one) in judged.items()
-        if place not in shown and study.name not in SMALL_STUDIES and one.evidence is not None
+        f"- {study.name}: {_word(one.verdict)}: {one.claim.says} ({evidence_text(study, one)})."
+        for study, claims in results
+        for one in claims
+        if study.name in studies and place_of(study.name, one) not in shown and one.evidence is not None
     ]
-    return "\n".join([*lines, *(["", *others] if others else [])])
+    return "\n\n".join([*parts, *(["\n".join(others)] if others else [])])
 
 
 def place_of(study: str, judged: Judged) -> Place:
@@ -87,20 +131,34 @@ def place_of(study: str, judged: Judged) -> Place:
     return study, claim.arm, claim.against, claim.metric
 
 
+def lines_of_real_models(folder: Path) -> dict[str, list[Line]]:
+    names = [name for name in with_results(folder) if name not in SMALL_STUDIES]
+    return {name: read_lines(folder / name) for name in names}
+
+
 def write_real_findings(folder: Path) -> Path:
     """Write FOLDER/real.md, which docs/studies.md names; return its path."""
     path = folder / "real.md"
-    write_atomic(path, f"{real_findings(results_in(folder, STUDIES))}\n".encode())
+    text = real_findings(results_in(folder, STUDIES), lines_of_real_models(folder))
+    write_atomic(path, f"{text}\n".encode())
     return path
 
 
-def _cell(judged: Judged) -> str:
-    if judged.evidence is None:
+def _cell(place: Place | None, judged: Mapping[Place, Judged]) -> str:
+    """Return a cell; of a study without lines, or a claim without pairs, "not run"."""
+    if place is None:
         return ""
-    difference = judged.evidence.over_all.difference
-    sign = "+" if difference.mean >= 0 else ""
-    return f"{judged.verdict}, {sign}{interval(difference)}"
+    one = judged.get(place)
+    if one is None or one.evidence is None or one.p is None:
+        return _word("not run")
+    difference, n = one.evidence.over_all.difference, one.evidence.num_units
+    return f"**{_word(one.verdict)}** {signed(difference)}, {p_text(one.p)}, n = {n}"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+def _word(verdict: Verdict) -> str:
+    return WORDS[verdict].replace("supported", "reproduced")
+
+
+def _costs(study: Study, lines: Sequence[Line]) -> str:
+    table = costs.markdown(study, lines)
+    return f"**{study.name}.** " + "\n".join(table).strip() if table else ""

@@ -25,6 +25,11 @@ def key_of(job: Job) -> Key:
     return job.task, job.arm, job.seed, job.rate
 
 
+def has_own_gpu(line: Line) -> bool:
+    """True if no other run of the study shared the run's GPU: only then do its seconds count."""
+    return line["workers"] == 1
+
+
 class Results:
     """One of the two files, with its lines in memory."""
 

@@ -59,6 +59,20 @@ class Curve:
     y: str
     title: str
     about: str = ""
+    before: str | None = None
+    """Key of `final` with the value before training: a point at 0. Steps then count those that are done."""
+    x_label: str = ""
+    """Empty: x itself."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """The picture of a study that docs/images/STUDY.svg has."""
+
+    curve: Curve
+    arms: tuple[str, ...]
+    title: str
+    x_title: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +152,9 @@ class Study:
     """Limits of the study, for its page."""
     caveat: str = ""
     """Limit of the verdicts, to state above them."""
+    picture: Picture | None = None
+    reproduces: str = ""
+    """Work whose claims are tested, empty if they are our own: one that is supported is then "reproduced"."""
     has_constant_weights: bool = False
     """True if seeds vary the problems and samples, but not the weights (except those `DRAWN_BY_SEED`)."""
     first_look_seeds: int | None = None
@@ -154,6 +171,7 @@ class Study:
         metrics = {metric.key for metric in self.metrics}
         assert len(set(names)) == len(names), f"two arms of {self.name} have the same name"
         assert used <= set(names), f"{self.name} has no arms {used - set(names)}, but compares them"
+        assert self.picture is None or set(self.picture.arms) <= set(names), self.picture
         assert {claim.metric for claim in self.claims} <= metrics, (
             f"{self.name}: the page does not show the metric of a claim"
         )

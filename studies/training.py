@@ -2,7 +2,7 @@
 
 reward_first   step 0, before any update          reward_last   mean of the last tenth of the steps
 reward_mean    over all steps                     reward_drop   best tenth (a running mean) - reward_last
-elapsed_s      seconds in steps up to the end of this one, without evaluation and loading
+elapsed_s      seconds in steps up to the end of this one, with their evaluations, without loading
 """
 
 import itertools

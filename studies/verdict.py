@@ -6,24 +6,26 @@ from studies.analysis import SIGNIFICANCE, Evidence, Judged, Row, SideResult, Ve
 from studies.statistics import Estimate, Paired
 from studies.study import Study
 
-HEADINGS: dict[Verdict, str] = {
-    "supported": "Supported",
-    "mixed": "Supported overall, but not in every task",
-    "refuted": "Refuted (the opposite is true)",
-    "depends": "Depends on the task",
-    "not shown": "Not shown",
-    "not measured": "Not measured",
+WORDS: dict[Verdict, str] = {
+    "supported": "supported",
+    "mixed": "supported overall, but not in every task",
+    "refuted": "refuted",
+    "depends": "depends on the task",
+    "not shown": "not shown",
+    "not run": "not run",
 }
+"""In the order of a page. Claims of another work that are supported are reproduced."""
 RULES = (
-    f"A claim is supported if p < {SIGNIFICANCE} and the difference has the claimed sign in every task. It is"
-    f" refuted if p < {SIGNIFICANCE} and the overall difference has the opposite sign. It depends on the task"
-    " if p is larger and the intervals of two tasks lie on opposite sides of 0. p is from the exact sign-flip"
-    " test over all independent differences (one for each task and seed, unless stated), corrected by Holm's"
-    " method over the claims of one family (all claims of this page, unless families are listed). Intervals"
-    " are Student's 95 % intervals over seeds; d is Cohen's d for pairs, the mean difference over its"
-    " standard deviation. 'Not shown' does not mean 'false': the interval shows which differences these seeds"
-    " leave open. In tables p is from Student's paired t test within a task, corrected over all rows of the"
-    " table; it assumes normal differences."
+    f"A claim is supported (of other authors: reproduced) if p < {SIGNIFICANCE} and the difference has the"
+    f" claimed sign in every task. It is refuted if p < {SIGNIFICANCE} and the overall difference has the"
+    " opposite sign. It depends on the task if p is larger and the intervals of two tasks lie on opposite"
+    " sides of 0. p is from the exact sign-flip test over all independent differences (one for each task and"
+    " seed, unless stated), corrected by Holm's method over the claims of one family that were run (all"
+    " claims of this page, unless families are listed). Intervals are Student's 95 % intervals over seeds,"
+    " each for one claim alone; d is Cohen's d for pairs, the mean difference over its standard deviation."
+    " 'Not shown' does not mean 'false': the interval shows which differences these seeds leave open. In"
+    " tables p is from Student's paired t test within a task, corrected over all rows of the table; it"
+    " assumes normal differences."
 )
 COLUMNS = ("n", "mean", "difference", "d", "p")
 
@@ -45,10 +47,14 @@ def signed(estimate: Estimate) -> str:
 
 def with_ci(estimate: Estimate, metric: str) -> str:
     """Return "+0.778 in entropy, 95 % CI [0.768, 0.787]"."""
-    mean = ("+" if estimate.mean >= 0 else "") + number(estimate.mean)
+    mean = _plus(estimate.mean)
     if estimate.low is None or estimate.high is None:
         return f"{mean} in {metric}"
     return f"{mean} in {metric}, 95 % CI [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def _plus(value: float) -> str:
+    return ("+" if value >= 0 else "") + number(value)
 
 
 def p_text(p: float | None) -> str:
@@ -59,9 +65,9 @@ def effect(paired: Paired) -> str:
     return "" if paired.effect_size is None else f"{paired.effect_size:.2f}"
 
 
-def sentence(judged: Judged) -> str:
-    """Return what is true: the claim's opposite if it was refuted, else the claim."""
-    return judged.claim.reverse if judged.verdict == "refuted" else judged.claim.says
+def word(study: Study, verdict: Verdict) -> str:
+    """Return the verdict as it is read: "reproduced" for a supported claim of another work."""
+    return WORDS[verdict].replace("supported", "reproduced") if study.reproduces else WORDS[verdict]
 
 
 def difference_text(study: Study, judged: Judged) -> str:
@@ -75,18 +81,41 @@ def evidence_text(study: Study, judged: Judged) -> str:
     evidence = judged.evidence
     if evidence is None:
         return "no pair of runs exists"
-    parts = [f"{difference_text(study, judged)}, {p_text(judged.p)}"]
+    parts = [difference_text(study, judged), p_text(judged.p), *counted(study, judged, evidence)]
+    return "; ".join([", ".join(parts), *details(study, judged, evidence)])
+
+
+def counted(study: Study, judged: Judged, evidence: Evidence) -> list[str]:
+    """Return what stands beside p: that of a first look, d, and the number of independent differences."""
+    parts = []
     if judged.is_decided and judged.first_look_p is not None:
-        parts[0] += f" ({p_text(judged.first_look_p)} with the first {study.first_look_seeds} seeds alone)"
+        parts.append(f"{p_text(judged.first_look_p)} with the first {study.first_look_seeds} seeds alone")
     if evidence.over_all.effect_size is not None:
         parts.append(f"d = {effect(evidence.over_all)}")
-    parts.append(_count(study, judged, evidence))
-    tasks = ", ".join(f"{task} {signed(by_task.difference)}" for task, by_task in evidence.by_task.items())
-    text = f"{', '.join(parts)}; {tasks}"
-    if judged.verdict == "not shown" and judged.has_too_few_units:
-        text += f"; with so few, p cannot be below {judged.smallest_p:.2g}"
-    text = "; ".join([text, *(side_text(study, judged, side) for side in judged.side_results)])
-    return f"{text}; {judged.claim.note}" if judged.claim.note else text
+    return [*parts, _count(study, judged, evidence)]
+
+
+def details(study: Study, judged: Judged, evidence: Evidence) -> list[str]:
+    """Return what is true instead, the tasks one by one, what the seeds exclude or cannot show, and what
+    qualifies the verdict."""
+    parts = [f"in fact {judged.claim.reverse}"] if judged.verdict == "refuted" else []
+    if len(evidence.by_task) > 1:
+        parts.append(
+            ", ".join(f"{task} {signed(by_task.difference)}" for task, by_task in evidence.by_task.items())
+        )
+    if judged.verdict == "not shown":
+        parts += [text for text in (excluded(evidence.over_all.difference),) if text]
+        if judged.has_too_few_units:
+            parts.append(f"with so few, p cannot be below {judged.smallest_p:.2g}")
+    parts += [side_text(study, judged, side) for side in judged.side_results]
+    return [*parts, judged.claim.note] if judged.claim.note else parts
+
+
+def excluded(difference: Estimate) -> str:
+    """Return the effects that the interval of a claim that was not shown leaves no room for."""
+    if difference.low is None or difference.high is None:
+        return ""
+    return f"effects above {_plus(difference.high)} or below {_plus(difference.low)} are excluded (95 %)"
 
 
 def side_text(study: Study, judged: Judged, side: SideResult) -> str:
@@ -114,12 +143,19 @@ def caveats(study: Study) -> list[str]:
     return [text for text in (stopping_note(study), study.caveat) if text]
 
 
-def by_verdict(judged: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
-    """Return the headings that have claims, with their claims."""
-    groups = [
-        (title, [one for one in judged if one.verdict == verdict]) for verdict, title in HEADINGS.items()
-    ]
-    return [(title, claims) for title, claims in groups if claims]
+def by_verdict(judged: Sequence[Judged]) -> list[tuple[Verdict, list[Judged]]]:
+    """Return the verdicts that have claims, with their claims."""
+    found: dict[Verdict, list[Judged]] = {
+        verdict: [one for one in judged if one.verdict == verdict] for verdict in WORDS
+    }
+    return [(verdict, claims) for verdict, claims in found.items() if claims]
+
+
+def tally(study: Study, judged: Sequence[Judged]) -> str:
+    """Return how many claims have which verdict: "Claims of QeRL: 1 reproduced, 2 refuted, 3 not shown."."""
+    counts = [f"{len(claims)} {word(study, verdict)}" for verdict, claims in by_verdict(judged)]
+    of = f" of {study.reproduces}" if study.reproduces else ""
+    return f"Claims{of}: {', '.join(counts)}." if judged else ""
 
 
 def cells(row: Row) -> tuple[str, str, str, str, str]:
@@ -130,27 +166,28 @@ def cells(row: Row) -> tuple[str, str, str, str, str]:
     return n, mean, signed(row.compared.difference), effect(row.compared), p_text(row.p)
 
 
-def summary(study: Study, judged: Sequence[Judged], rows: Sequence[Row], origin: str) -> str:
-    """Return Markdown to quote: the verdicts, and the table of the leading metric."""
-    lines = [f"## Study {study.name}", "", study.question, ""]
+def summary(
+    study: Study, judged: Sequence[Judged], rows: Sequence[Row], origin: str, cost_lines: Sequence[str] = ()
+) -> str:
+    """Return Markdown to quote: the verdicts, the table of the leading metric, and cost_lines."""
+    lines = [f"## Study {study.name}", "", study.question, tally(study, judged), ""]
     for note in caveats(study):
         lines += [note, ""]
-    for title, claims in by_verdict(judged):
-        bullets = (f"- {sentence(one)}: {evidence_text(study, one)}." for one in claims)
-        lines += [f"**{title}**", "", *bullets, ""]
+    for verdict, claims in by_verdict(judged):
+        bullets = (f"- {one.claim.says}: {evidence_text(study, one)}." for one in claims)
+        lines += [f"**{word(study, verdict).capitalize()}**", "", *bullets, ""]
     metric = study.metrics[0]
     lines += [f"{metric.title} ({metric.about or metric.key}), differences from {study.baseline}:", ""]
-    lines += [_row(("task", "arm", *COLUMNS)), _row(("---",) * (2 + len(COLUMNS)))]
-    lines += [_row((row.task, row.arm, *cells(row))) for row in rows]
+    lines += markdown(("task", "arm", *COLUMNS), [(row.task, row.arm, *cells(row)) for row in rows])
     notes = [line for remark in study.remarks for line in (remark, "")]
-    return "\n".join([*lines, "", RULES, "", *notes, origin, ""])
+    return "\n".join([*lines, "", *cost_lines, RULES, "", *notes, origin, ""])
 
 
 def _count(study: Study, judged: Judged, evidence: Evidence) -> str:
     if study.shares_weights_over_tasks(judged.claim):
         return f"{evidence.num_units} independent draws of the noise, each used in all tasks"
     constant = ", all of the same weights" if study.has_constant_weights else ""
-    return f"{evidence.num_units} pairs{constant}"
+    return f"{evidence.num_units} pair{'s' * (evidence.num_units > 1)}{constant}"
 
 
 def title_of(study: Study, key: str) -> str:
@@ -159,5 +196,6 @@ def title_of(study: Study, key: str) -> str:
     return title if title[1].isupper() else title[0].lower() + title[1:]
 
 
-def _row(values: Sequence[str]) -> str:
-    return f"| {' | '.join(values)} |"
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]

@@ -5,8 +5,8 @@ import pytest
 from qerl.config import RunConfig
 from studies.analysis import bands, differences, judge, matched, matched_mean, table, values_of
 from studies.findings import brief
-from studies.study import Arm, Claim, Metric, Study, StudyTask
-from studies.verdict import evidence_text, sentence, stopping_note, summary
+from studies.study import Arm, Claim, Curve, Metric, Study, StudyTask
+from studies.verdict import evidence_text, stopping_note, summary, tally
 
 
 def study(*claims, seeds=(0, 1, 2, 3, 4), arms=("base", "a", "b"), weights="plain", **changes):
@@ -104,9 +104,9 @@ def test_the_best_that_few_pairs_could_give_is_corrected_as_the_others_are():
     assert [one.smallest_p for one in judged] == pytest.approx([3 * 2 / 1024, 2 * 2 / 256, 2 * 2 / 256])
 
 
-def test_what_was_not_run_is_not_measured():
+def test_a_claim_without_pairs_is_not_run():
     judged = judge(study(claim("a"), claim("b")), lines("a", 0.3, 0.2))
-    assert [one.verdict for one in judged] == ["supported", "not measured"] and judged[1].p is None
+    assert [one.verdict for one in judged] == ["supported", "not run"] and judged[1].p is None
 
 
 def test_few_seeds_cannot_show_anything():
@@ -114,11 +114,12 @@ def test_few_seeds_cannot_show_anything():
     assert judged.verdict == "not shown" and judged.smallest_p == 0.125
 
 
-def test_a_refuted_claim_is_stated_as_the_true_sentence():
+def test_a_refuted_claim_is_stated_with_the_true_sentence():
     asked = study(claim(sign=1))
     (judged,) = judge(asked, lines("a", -0.3, -0.2))
-    assert sentence(judged) == "a is lower"
+    assert "**Refuted**\n\n- a is higher: -0.25" in summary(asked, [judged], [], "")
     text = evidence_text(asked, judged)
+    assert "; in fact a is lower; " in text
     assert text.startswith("-0.25 in score, 95 % CI [-0.2") and "10 pairs" in text
 
 
@@ -142,7 +143,7 @@ def test_seeds_added_after_a_first_look_are_stated_with_the_p_of_the_first_ones(
     asked = study(claim(), seeds=tuple(range(8)), first_look_seeds=5)
     (judged,) = judge(asked, lines("a", 0.3, 0.2, seeds=range(8)))
     assert judged.p == pytest.approx(2 / 2**16) and judged.first_look_p == pytest.approx(2 / 1024)
-    assert "p < 0.001 (p = 0.002 with the first 5 seeds alone)" in evidence_text(asked, judged)
+    assert "p < 0.001, p = 0.002 with the first 5 seeds alone" in evidence_text(asked, judged)
     assert "seeds 0 to 4 of every arm were run and read before seeds 5 to 7" in stopping_note(asked)
     assert stopping_note(asked) in summary(asked, [judged], [], "")
     assert stopping_note(study(claim())) == ""
@@ -191,6 +192,59 @@ def test_the_common_level_is_the_best_arm_s_first_reward():
 def test_bands_are_over_the_seeds_at_each_step_that_all_have():
     one = line("x", "a", 0, None, [{"step": 0, "reward": 0.0}, {"step": 1, "reward": 4.0}])
     two = line("x", "a", 1, None, [{"step": 0, "reward": 2.0}, {"step": 1, "reward": 4.0}, {"step": 2}])
-    found = bands([one, two], "step", "reward")
+    found = bands([one, two], Curve(x="step", y="reward", title="Reward"))
     assert [at for at, _ in found] == [0, 1]
     assert [band.mean for _, band in found] == pytest.approx([1.0, 4.0])
+
+
+def test_a_curve_by_time_has_the_mean_seconds_of_each_step_of_runs_with_a_gpu_of_their_own():
+    """No two runs have a step's end at the same second; a run that shared its GPU is left out."""
+    made = [
+        line(
+            "x",
+            "a",
+            seed,
+            None,
+            [{"step": s, "reward": s + seed, "elapsed_s": pace * (s + 1)} for s in (0, 1)],
+        )
+        for seed, pace in ((0, 9.0), (1, 2.0), (2, 4.0))
+    ]
+    made = [one | {"workers": workers} for one, workers in zip(made, (3, 1, 1), strict=True)]
+    found = bands(made, Curve(x="elapsed_s", y="reward", title="Reward"))
+    assert [(at, band.n, band.mean) for at, band in found] == [(3.0, 2, 1.5), (6.0, 2, 2.5)]
+    by_step = bands(made, Curve(x="step", y="reward", title="Reward"))
+    assert [(at, band.n) for at, band in by_step] == [(0, 3), (1, 3)]
+
+
+def test_a_curve_with_a_value_before_training_counts_the_steps_done():
+    one = line("x", "a", 0, 0.1, [{"step": 0}, {"step": 9, "reward": 0.5}])
+    curve = Curve(x="step", y="reward", title="Reward", before="score")
+    assert [(at, band.mean) for at, band in bands([one], curve)] == [(0, 0.1), (10, 0.5)]
+
+
+def test_seconds_count_only_of_runs_with_a_gpu_of_their_own():
+    made = [line("x", "a", seed, 0.5) | {"workers": workers} for seed, workers in ((0, 3), (1, 1))]
+    for seed, one in enumerate(made):
+        one["final"]["train_s"] = 100.0 + seed
+    assert values_of(made, "train_s") == {("x", "a"): {1: 101.0}}
+    assert values_of(made, "score") == {("x", "a"): {0: 0.5, 1: 0.5}}
+
+
+def test_what_was_not_shown_says_which_effects_are_excluded():
+    asked = study(claim())
+    made = lines("a", 0.0, 0.0)
+    for one in (each for each in made if each["arm"] == "a"):
+        one["final"]["score"] += 0.1 * (-1) ** one["seed"]
+    (judged,) = judge(asked, made)
+    difference = judged.evidence.over_all.difference
+    assert judged.verdict == "not shown" and difference.low < 0 < difference.high
+    text = f"effects above +{difference.high:.3g} or below {difference.low:.3g} are excluded (95 %)"
+    assert text in evidence_text(asked, judged)
+
+
+def test_a_supported_claim_of_others_is_reproduced():
+    theirs, ours = study(claim(), reproduces="QeRL"), study(claim())
+    judged = judge(theirs, lines("a", 0.3, 0.2))
+    assert tally(theirs, judged) == "Claims of QeRL: 1 reproduced."
+    assert tally(ours, judged) == "Claims: 1 supported."
+    assert "**Reproduced**" in summary(theirs, judged, [], "")

@@ -98,7 +98,7 @@ def test_a_line_has_the_figures_before_and_after(files, tmp_path):
     job = study.job(study.tasks[0], study.arms[1], 0, 1e-3, tmp_path)
     line = train_and_test(job)
     shown = {metric.key for metric in study.metrics}
-    assert shown <= set(line["final"])
+    assert shown - {"step_s"} <= set(line["final"])
     assert [point["step"] for point in line["curve"]] == [0]
     assert {curve.y for curve in study.curves} - {"eval_accuracy"} <= set(line["curve"][0])
     assert 0 < line["final"]["tokens_sampled"] <= 8

@@ -93,7 +93,7 @@ def test_the_page_and_the_summary_say_what_was_found(unbroken):
     for text in (page, summary):
         assert "NVFP4 ends above BF16" in text and "nvfp4" in text and "2 pairs" in text
     assert "<svg" in page and "<script" not in page and "http" not in page.replace("http-equiv", "")
-    assert "runs are missing" not in page
+    assert "Runs not made" not in page
 
 
 def test_checkpoints_are_gone_and_the_rest_of_a_run_stays(unbroken):

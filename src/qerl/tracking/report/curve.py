@@ -126,13 +126,21 @@ def curves_svg(
     title: str, series: Sequence[Series], x_label: str = "step", x_range: tuple[float, float] | None = None
 ) -> str:
     """Draw the curves on common axes; `series` has at least one point."""
+    x_scale, y_scale = scales_of(series, x_range)
+    return _frame(title, x_scale, y_scale, "".join(_curve(one, x_scale, y_scale) for one in series), x_label)
+
+
+def scales_of(
+    series: Sequence[Series], x_range: tuple[float, float] | None = None
+) -> tuple[AxisScale, AxisScale]:
+    """Return the axes on which curves_svg draws these curves."""
     xs = x_range or [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
     ys += [y for one in series for _, *ends in one.band for y in ends]
     x_scale = _horizontal(min(xs), max(xs))
     is_log = min(ys) > 0 and max(ys) > _LOG_FROM * median(ys)
     y_scale = _vertical(min(ys) / 1.2, max(ys) * 1.2, math.log10) if is_log else _linear_vertical(ys)
-    return _frame(title, x_scale, y_scale, "".join(_curve(one, x_scale, y_scale) for one in series), x_label)
+    return x_scale, y_scale
 
 
 def stacked_svg(
