@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from studies.analysis import Judged
-from studies.picture import MIN_SEEDS, num_seeds, seconds_text
+from studies.picture import num_seeds, seconds_text
 from studies.results import Line
 from studies.statistics import estimate
 from studies.study import Arm, Study
-from studies.verdict import by_verdict, signed, title_of, word
+from studies.verdict import MIN_SEEDS, by_verdict, signed, title_of, word
 
 
 def results(study: Study, lines: Sequence[Line]) -> str:

@@ -57,10 +57,7 @@ def _html(
         "table": _table(study, lines, first),
         "tables": "".join(f"<h3>{escape(m.title)}</h3>" + _table(study, lines, m) for m in others),
         "costs": _costs(study, lines),
-        "legend": _legend(study, lines),
-        "curves": _charts([_overview(study, lines, c, t.name) for t in study.tasks for c in study.curves]),
-        "baseline": escape(study.baseline),
-        "pairs": _charts(_pairs(study, lines)),
+        "curves": _curves(study, lines),
         "choice": _choice(study, trials),
         "arms": _arms(study),
         "remarks": "".join(f"<p>{escape(text)}</p>" for text in (*study.remarks, origin)),
@@ -160,6 +157,19 @@ def _overview(study: Study, lines: Sequence[Line], curve: Curve, task: str) -> s
     found = [series_of(study, lines, curve, task, arm.name) for arm in study.arms]
     series = [dataclasses.replace(one, band=()) for one in found if one is not None]
     return _chart(curve, task, series, "means of all arms")
+
+
+def _curves(study: Study, lines: Sequence[Line]) -> str:
+    """Return the section of the curves; nothing for a study without any."""
+    if not study.curves:
+        return ""
+    charts = _charts([_overview(study, lines, c, t.name) for t in study.tasks for c in study.curves])
+    pairs = _charts(_pairs(study, lines))
+    summary = f"Each arm and {escape(study.baseline)}, with 95 % intervals"
+    return (
+        f'<section><h2>Curves</h2><div class="legend">{_legend(study, lines)}</div>{charts}\n'
+        f"<details><summary>{summary}</summary>{pairs}</details></section>"
+    )
 
 
 def _pairs(study: Study, lines: Sequence[Line]) -> list[str]:

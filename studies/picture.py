@@ -14,9 +14,8 @@ from qerl.tracking.report.svg import shapes_of, svg_document, svg_text
 from studies.analysis import bands
 from studies.results import Line, has_own_gpu
 from studies.study import Curve, Picture, Study
+from studies.verdict import MIN_SEEDS
 
-MIN_SEEDS = 3
-"""Number of seeds from which on a band is drawn; Student's interval of two values says nothing."""
 _TOP, _LABELS, _FOOT, _EDGE, _APART = 68, 178, 26, 12, 17
 STYLE = """
 .study .back { fill: var(--card); stroke: var(--rule) } .study text { font-size: 12px }

@@ -27,6 +27,8 @@ RULES = (
     " tables p is from Student's paired t test within a task, corrected over all rows of the table; it"
     " assumes normal differences."
 )
+MIN_SEEDS = 3
+"""Number of seeds from which on an interval is spoken of; Student's interval of two values says nothing."""
 COLUMNS = ("n", "mean", "difference", "d", "p")
 
 
@@ -113,7 +115,7 @@ def details(study: Study, judged: Judged, evidence: Evidence) -> list[str]:
 
 def excluded(difference: Estimate) -> str:
     """Return the effects that the interval of a claim that was not shown leaves no room for."""
-    if difference.low is None or difference.high is None:
+    if difference.n < MIN_SEEDS or difference.low is None or difference.high is None:
         return ""
     return f"effects above {_plus(difference.high)} or below {_plus(difference.low)} are excluded (95 %)"
 

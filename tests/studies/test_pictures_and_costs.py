@@ -9,7 +9,7 @@ import pytest
 from benchmarks.pages import TABLES
 from studies import costs, headline
 from studies.analysis import judge
-from studies.catalog_real import gsm8k_small
+from studies.catalog_real import gsm8k_small, gsm8k_untrained
 from studies.page import write_pages
 from studies.picture import picture_svg, write_picture
 
@@ -129,6 +129,15 @@ def test_a_page_names_its_missing_runs_and_shows_picture_verdicts_and_costs(tmp_
     assert page.index("<h2>Seconds and memory</h2>") < page.index("<h2>Curves</h2>")
     assert (tmp_path / "headline.md").read_text().startswith("**Qwen2.5")
     assert (tmp_path / "verdicts.md").read_text().count("*Not run*") == 1
+
+
+def test_a_study_without_curves_has_a_page_without_their_section(tmp_path):
+    study = gsm8k_untrained()
+    final = {metric.key: 0.25 for metric in study.metrics}
+    rows = [line(arm, seed) | {"final": final, "curve": []} for arm in ("bf16", "nvfp4") for seed in (0, 1)]
+    page = write_pages(study, tmp_path, rows, []).read_text()
+    assert "<h2>Curves</h2>" not in page and "<h2>Seconds and memory</h2>" not in page
+    assert "NVFP4 lowers the sampled accuracy" in page and "are excluded" not in page
 
 
 def test_the_pages_quote_the_stored_paragraphs():
