@@ -347,8 +347,9 @@ def _attend(
 
 
 def _sample(head: HeadSample, state: DecodeState, width: int) -> None:
-    stop, temperature = _tensor(1, dtype=torch.int32), _tensor(1, dtype=torch.float32)
-    head.step(_tensor(len(state.positions_B), width), state, stop, temperature)
+    rows, stop = len(state.positions_B), _tensor(1, dtype=torch.int32)
+    for temperatures in {1, rows}:  # one, or each row's own
+        head.step(_tensor(rows, width), state, stop, _tensor(temperatures, dtype=torch.float32))
 
 
 def _step_delta(a: Architecture, shape: DeltaShape, state: DecodeState, rank: int) -> None:

@@ -97,20 +97,24 @@ class Batch:
         self.requests, self.on_step = [], on_step
 
     def add(self, request):
-        request.samples_G = request.samples_G or [[] for _ in range(request.num_samples)]
+        request.samples_G = request.samples_G or [
+            types.SimpleNamespace(tokens_T=[]) for _ in range(request.num_samples)
+        ]
         self.requests.append(request)
 
     def step(self):
         self.on_step()
         for request in list(self.requests):
-            for index, tokens in enumerate(request.samples_G):
+            for index, sample in enumerate(request.samples_G):
+                tokens = sample.tokens_T
                 tokens.append(len(tokens))
                 finish = {"text": "", "finish": "length", "version": 0}
                 is_last = len(tokens) == request.sampling.max_tokens
                 ended = (
                     Sample(tokens_T=tokens, logprobs_T=[-1.0] * len(tokens), **finish) if is_last else None
                 )
-                request.on_token(index, TokenLogprob(tokens[-1], -1.0), ended)
+                if is_last or request.is_streamed:
+                    request.on_token(index, TokenLogprob(tokens[-1], -1.0), ended)
                 if is_last and request in self.requests:
                     self.requests.remove(request)
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.engine.decode.forward import DecodeForward
+from qerl.engine.sampling.row_sampler import FusedRowSampler
 from qerl.engine.sampling.sampler import FusedSampler, Sampler
 from qerl.engine.schedule.live_sample import LiveSample
 from qerl.engine.schedule.page_pool import num_pages
@@ -140,7 +141,7 @@ class DecodeRunner:
         with dry_run() as variants:
             for num_rows in dict.fromkeys(map(self._rows, samples)):
                 hidden_BD = self._forward(state, num_rows)
-                if isinstance(self.sampler, FusedSampler):
+                if isinstance(self.sampler, FusedSampler | FusedRowSampler):
                     self.sampler.sample(hidden_BD, state.keys_B[:num_rows], state.positions_B[:num_rows])
                     self.sampler.step(hidden_BD, state)
         return list(variants)

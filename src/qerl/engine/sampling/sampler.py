@@ -1,8 +1,8 @@
 """Sample the next token of every row from hidden states, and advance the decode state.
 
     TorchSampler   logits, then token_sampling.py: all sampling parameters, any device
-    RowSampler     row_sampler.py: the same for rows that differ in their parameters
     FusedSampler   kernels/head/head_sample.py: temperature only, logits never written to memory, on a GPU
+    RowSampler, FusedRowSampler    row_sampler.py: the same for rows that differ in their parameters
 
 A token's randomness is a function of its row's key and position. TorchSampler uses seeds.uniform of (seed,
 step, prompt, sample, token index in the sample), with the last round computed on the device: the same bits on
@@ -27,6 +27,8 @@ from qerl.types import Sampling
 class Sampler(abc.ABC):
     is_capturable = True
     """True if a step can be captured in a CUDA graph: it never waits for the device."""
+    num_unfused_rows = 0
+    """Of the rows of requests, those that are drawn from logits in memory."""
 
     def __init__(self, stop_tokens: Tensor):
         self._stop_tokens = stop_tokens
