@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from qerl.config import ModelConfig
 from qerl.config.options import TinkerOptions
+from qerl.engine.stats import Stats
 from qerl.errors import RunError, UserError
 from qerl.tinker import checkpoints as checkpoints_module
 from qerl.tinker.bodies import SaveForSampler
@@ -103,6 +104,7 @@ class Batch:
 
     def __init__(self, on_step):
         self.requests, self.on_step = [], on_step
+        self.generation = types.SimpleNamespace(stats=Stats())
 
     def add(self, request):
         request.samples_G = request.samples_G or [

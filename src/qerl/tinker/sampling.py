@@ -5,6 +5,7 @@ A request that is interrupted keeps its tokens and goes on from them: its prompt
 
 import dataclasses
 import itertools
+import logging
 import secrets
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ from qerl.errors import UserError
 from qerl.tinker.wire import SampledTokens, write_sample_result
 from qerl.tinker.worker import Job, LaneTurn
 from qerl.types import Prompt, Sample, Sampling, TokenLogprob
+
+_logger = logging.getLogger("uvicorn.error")
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
@@ -148,6 +151,8 @@ def sample_turn(
                 break
             new = turn.new_jobs() if live else []
         batch.abort([each.live for each in live])
+        if num := batch.generation.stats.unfused_tokens:
+            _logger.info("%d tokens had truncated probabilities and were drawn outside the kernels", num)
     unfinished = [each.job for each in live if not each.is_over]
     turn.put_back(unfinished + later)
     for job in itertools.filterfalse(lambda job: job.future.done(), turn.jobs):

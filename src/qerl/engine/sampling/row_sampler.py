@@ -61,7 +61,6 @@ class RowSampler(Sampler):
         self._constrained = [(b, s) for b, s in enumerate(samples_B) if s.constraint is not None]
         self._reported = _reported(samples_B)
         self.is_capturable = not (self._truncations or self._constrained or self._reported)
-        self.num_unfused_rows = B
 
     def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
         M, logits_MV = len(hidden_MD), self._head.logits(hidden_MD)

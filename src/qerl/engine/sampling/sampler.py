@@ -28,7 +28,7 @@ class Sampler(abc.ABC):
     is_capturable = True
     """True if a step can be captured in a CUDA graph: it never waits for the device."""
     num_unfused_rows = 0
-    """Of the rows of requests, those that are drawn from logits in memory."""
+    """Rows that are drawn from logits in memory beside the kernels of the head."""
 
     def __init__(self, stop_tokens: Tensor):
         self._stop_tokens = stop_tokens
