@@ -386,7 +386,7 @@ class Generation:
 
     def _append_burst(self, burst: Burst) -> tuple[list[LiveSample], bool]:
         """Return (samples that ended in this burst, True if one ended by a string: only the host sees it)."""
-        ended, is_host_stop = [], False
+        ended, is_host_stop, device_stops = [], False, self._stop_token_ids | burst.stop_token_ids
         columns = zip(burst.samples_B, burst.tokens_WB.T.tolist(), burst.logprobs_WB.T.tolist(), strict=True)
         for s, tokens_W, logprobs_W in columns:
             if s.finish is not None or self._extend(s, tokens_W, logprobs_W):
@@ -395,7 +395,7 @@ class Generation:
                 self._append(s, token, logprob)
                 if s.finish is not None:
                     ended.append(s)
-                    is_stopped_here = s.finish == "stop" and token not in self._stop_token_ids
+                    is_stopped_here = s.finish == "stop" and token not in device_stops
                     num_later = len(tokens_W) - step + self._runner.num_unread_steps
                     s.has_overrun = is_stopped_here and num_later > 0
                     is_host_stop |= is_stopped_here

@@ -121,6 +121,7 @@ class LiveBatch:
         group = self._new_group(index, prompt, request.num_samples, min(sampling.max_tokens, num_left))
         group.sampling, group.num_top_logprobs = sampling, request.num_top_logprobs
         group.episode, group.noise_row = request.episode, request.table_row
+        group.stop_token_ids = request.stop_token_ids
         if (logprobs := request.prompt_logprobs) is not None:
             group.on_prompt_hidden = functools.partial(logprobs.add, self._logits, prompt.tokens_T)
         for s in group.samples_G:

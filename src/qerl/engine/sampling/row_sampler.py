@@ -10,6 +10,7 @@ FusedRowSampler chooses by row who draws it, from the row's own parameters. The 
 TorchSampler's, and of rows that the kernel draws FusedSampler's.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -27,6 +28,8 @@ from qerl.kernels.head.head_sample import HeadSample
 from qerl.kernels.runtime.gpu_memory import sent
 from qerl.types import Sampling
 
+_MAX_ROW_STOPS = 8
+
 
 class HasLogits(Protocol):
     """A PolicyModel, or the kernels of its head."""
@@ -36,9 +39,32 @@ class HasLogits(Protocol):
         ...
 
 
+class _RowStops:
+    """The engine's stop tokens, and those that end every bound row: with others a sample goes on on the
+    device until the host has read them, and the batch is then rebuilt without an unread burst."""
+
+    def __init__(self, stop_tokens: Tensor):
+        self.tokens = torch.cat((stop_tokens, stop_tokens.new_full((_MAX_ROW_STOPS,), -1)))
+        self._shared = frozenset[int]()
+
+    def bind(self, samples_B: list[LiveSample]) -> frozenset[int]:
+        """Return the tokens that end every row, which the device reads from now on."""
+        sets = {s.group.stop_token_ids for s in samples_B} or {frozenset()}
+        known = (token for token in sorted(frozenset.intersection(*sets)) if 0 <= token < 2**31)
+        shared = frozenset(itertools.islice(known, _MAX_ROW_STOPS))
+        if shared != self._shared:
+            values = [*shared, *[-1] * (_MAX_ROW_STOPS - len(shared))]
+            self.tokens[-_MAX_ROW_STOPS:].copy_(
+                sent(torch.tensor(values, dtype=torch.int32), self.tokens.device)
+            )
+            self._shared = shared
+        return shared
+
+
 class RowSampler(Sampler):
     def __init__(self, head: HasLogits, stop_tokens: Tensor, max_rows: int):
-        super().__init__(stop_tokens)
+        self._stops = _RowStops(stop_tokens)
+        super().__init__(self._stops.tokens)
         self._head, self._device = head, stop_tokens.device
         self._temperatures_B1 = torch.ones(max_rows, 1, device=self._device)
         self._is_greedy_B = torch.zeros(max_rows, dtype=torch.bool, device=self._device)
@@ -60,6 +86,7 @@ class RowSampler(Sampler):
         self._truncations = [(x, torch.tensor(rows, device=self._device)) for x, rows in kinds.items()]
         self._constrained = [(b, s) for b, s in enumerate(samples_B) if s.constraint is not None]
         self._reported = _reported(samples_B)
+        self.row_stop_ids = self._stops.bind(samples_B)
         self.is_capturable = not (self._truncations or self._constrained or self._reported)
 
     def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +130,8 @@ class RowSampler(Sampler):
 class FusedRowSampler(Sampler):
     def __init__(self, kernel: HeadSample, head: HasLogits, stop_tokens: Tensor, max_rows: int):
         """head: for rows that the kernel does not draw, and for reports; its products need no compiling."""
-        super().__init__(stop_tokens)
+        self._stops = _RowStops(stop_tokens)
+        super().__init__(self._stops.tokens)
         self._kernel, self._head, self._device = kernel, head, stop_tokens.device
         self._temperatures_B = torch.ones(max_rows, device=self._device)
         self._rest = RowSampler(head, stop_tokens, max_rows)
@@ -122,6 +150,7 @@ class FusedRowSampler(Sampler):
         if rest or self._rest_B:
             self._bind_rest([b for b, _ in rest], [s for _, s in rest])
         self._reported = [(b, s) for b, s in _reported(samples_B) if not _needs_logits(s)]
+        self.row_stop_ids = self._stops.bind(samples_B)
         self.num_unfused_rows = len(rest)
         self.is_capturable = not (rest or self._reported)
 

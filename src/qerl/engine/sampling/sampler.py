@@ -32,6 +32,8 @@ class Sampler(abc.ABC):
 
     def __init__(self, stop_tokens: Tensor):
         self._stop_tokens = stop_tokens
+        self.row_stop_ids: frozenset[int] = frozenset()
+        """Tokens besides the engine's that end a row of the bound samples on the device."""
 
     def bind(self, samples_B: list[LiveSample]) -> None:  # noqa: B027
         """Sample for these rows from now on; is_capturable may change."""
