@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from qerl.algo.seeds import mix
 from qerl.engine.live_batch import LiveBatch, LiveRequest
@@ -57,7 +57,7 @@ class _Collected:
         seed = secrets.randbits(62) if work.seed is None else work.seed
         is_scored = (work.has_prompt_logprobs or work.num_top_prompt > 0) and len(work.tokens_T) > 1
         self.prompt_logprobs = PromptLogprobs(work.num_top_prompt) if is_scored else None
-        self._tops = [list[tuple[tuple[int, float], ...]]() for _ in range(work.num_samples)]
+        self._tops = [list[Sequence[tuple[int, float]]]() for _ in range(work.num_samples)]
         self._samples: list[Sample | None] = [None] * work.num_samples
         self._num_before = 0
         prompt = {"text": "", "tokens_T": work.tokens_T, "messages": None, "columns": {}}
