@@ -60,6 +60,7 @@ _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CT
 _MAX_LOCAL_BYTES = {  # measured so
     "nvfp4_decode.cu": 16,
     "head_sample.cu": 40,
+    "head_portable.cu": 16,  # the widest tile, with temperatures by row
     "gated_delta_chunks.cu": 8,
     "portable_product.cu": 64,
 }
@@ -347,8 +348,9 @@ def _attend(
 
 
 def _sample(head: HeadSample, state: DecodeState, width: int) -> None:
-    stop, temperature = _tensor(1, dtype=torch.int32), _tensor(1, dtype=torch.float32)
-    head.step(_tensor(len(state.positions_B), width), state, stop, temperature)
+    rows, stop = len(state.positions_B), _tensor(1, dtype=torch.int32)
+    for temperatures in {1, rows}:  # one, or each row's own
+        head.step(_tensor(rows, width), state, stop, _tensor(temperatures, dtype=torch.float32))
 
 
 def _step_delta(a: Architecture, shape: DeltaShape, state: DecodeState, rank: int) -> None:

@@ -39,9 +39,17 @@ CONFIGURATIONS = (
     ("expert_rows.cu", {}),
     ("head_finish.cu", {"STEP": 1}),
     *(("head_norm.cu", {"HEAD": 128, "THREADS": 96, "NORM": norm}) for norm in (0, 1)),
-    *(("head_portable.cu", HEAD | {"FORMAT": format, "OUTPUT": 0}) for format in (0, 1)),
+    *(
+        ("head_portable.cu", HEAD | {"FORMAT": format, "OUTPUT": 0, "BY_ROW": b})
+        for format in (0, 1)
+        for b in (0, 1)
+    ),
     *((variant.file, dict(variant.defines)) for variant in int8_variants()),
-    *(("head_sample.cu", {**choose_tile(8, kind, 1024).defines, "OUTPUT": 0}) for kind in range(3)),
+    *(
+        ("head_sample.cu", {**choose_tile(rows, kind, 1024).defines, "OUTPUT": 0, "BY_ROW": b})
+        for kind in range(3)
+        for rows, b in ((8, 0), (8, 1), (256, 1))
+    ),
     ("logprob.cu", {"THREADS": 1024}),
     ("lora_shrink.cu", SHRINK | {"NORM": 0, "TABLE": 0}),
     ("lora_shrink.cu", SHRINK | {"NORM": 1, "TABLE": 1}),

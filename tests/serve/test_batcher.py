@@ -237,6 +237,7 @@ def test_counts_go_on_over_a_failed_batch(model, batcher, monkeypatch):
         raise UserError("no")
 
     (first,) = answered(batcher, request_of(model, "abc"))
+    batcher.batch.generation.stats.unfused_tokens = 5  # as where kernels draw others
     num_tokens, num_prompt = batcher.num_generated_tokens, batcher.num_prompt_tokens
     assert num_tokens >= len(first[0].tokens_T) and num_prompt == 3
     parts.wait_for(lambda: batcher.kv_pages[0] == 0)
@@ -248,6 +249,7 @@ def test_counts_go_on_over_a_failed_batch(model, batcher, monkeypatch):
             lost.future.result(timeout=30)
     parts.wait_for(lambda: batcher.batch is None)
     assert batcher.num_generated_tokens == num_tokens and batcher.num_prompt_tokens == num_prompt + 2
+    assert batcher.num_unfused_tokens == 5
 
 
 def test_closing_stops_the_running_call(model):

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from qerl.config import ModelConfig
 from qerl.config.options import TinkerOptions
-from qerl.errors import UserError
+from qerl.engine.stats import Stats
+from qerl.errors import RunError, UserError
 from qerl.tinker import checkpoints as checkpoints_module
 from qerl.tinker.bodies import SaveForSampler
 from qerl.tinker.checkpoints import Checkpoints
@@ -85,6 +86,14 @@ def test_snapshots_beyond_the_limit_are_read_back_from_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_snapshot_that_is_not_kept_in_memory_is_read_from_its_file(tmp_path):
+    snapshots = Snapshots(tmp_path, 0)
+    number = snapshots.add({"a": torch.ones(2)})
+    for _ in range(2):
+        assert snapshots.tensors(number)["a"].tolist() == [1, 1] and not snapshots._held
+    snapshots.close()
+
+
 class Adapter:
     def move(self, device):
         pass
@@ -95,22 +104,27 @@ class Batch:
 
     def __init__(self, on_step):
         self.requests, self.on_step = [], on_step
+        self.generation = types.SimpleNamespace(stats=Stats())
 
     def add(self, request):
-        request.samples_G = request.samples_G or [[] for _ in range(request.num_samples)]
+        request.samples_G = request.samples_G or [
+            types.SimpleNamespace(tokens_T=[]) for _ in range(request.num_samples)
+        ]
         self.requests.append(request)
 
     def step(self):
         self.on_step()
         for request in list(self.requests):
-            for index, tokens in enumerate(request.samples_G):
+            for index, sample in enumerate(request.samples_G):
+                tokens = sample.tokens_T
                 tokens.append(len(tokens))
                 finish = {"text": "", "finish": "length", "version": 0}
                 is_last = len(tokens) == request.sampling.max_tokens
                 ended = (
                     Sample(tokens_T=tokens, logprobs_T=[-1.0] * len(tokens), **finish) if is_last else None
                 )
-                request.on_token(index, TokenLogprob(tokens[-1], -1.0), ended)
+                if is_last or request.is_streamed:
+                    request.on_token(index, TokenLogprob(tokens[-1], -1.0), ended)
                 if is_last and request in self.requests:
                     self.requests.remove(request)
 
@@ -332,6 +346,48 @@ def test_checkpoints_that_disappear_while_they_are_listed_are_left_out(tmp_path,
             more = (5,) if name == "set_ttl" else ()
             with pytest.raises(UserError, match=f"there is no checkpoint {gone}"):
                 getattr(checkpoints, name)(gone, *more)
+
+
+ABOUT = {"rank": 4, "seed": 1, "train_mlp": True, "train_attn": True, "base_model": "tiny"}
+
+
+def test_a_time_to_live_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save("run", "weights", "kept", {}, {}, ABOUT, ttl_s=1000)
+    before = checkpoints.info(path)
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("qerl.tracking.atomic_file.os.fsync", fail)
+    with pytest.raises(RunError, match=r"kept: its time cannot be set: .*No space left"):
+        checkpoints.set_ttl(path, None)
+    monkeypatch.undo()
+    assert checkpoints.info(path) == before and set(checkpoints.files(path)) == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    checkpoints.set_ttl(path, None)
+    assert checkpoints.info(path) == before | {"expires_at": None}
+
+
+def test_a_time_to_live_is_not_set_with_what_an_overwritten_checkpoint_said(tmp_path, monkeypatch):
+    checkpoints, read = Checkpoints(tmp_path), Checkpoints.info
+    path = checkpoints.save("run", "weights", "one", {}, {}, ABOUT)
+    how = {"info": ABOUT | {"rank": 8}, "overwrite": True}
+    thread = threading.Thread(target=checkpoints.save, args=("run", "weights", "one", {}, {}), kwargs=how)
+
+    def info(self, path):
+        found = read(self, path)
+        if threading.current_thread() is threading.main_thread() and thread.ident is None:
+            thread.start()
+            thread.join(1)
+        return found
+
+    monkeypatch.setattr(Checkpoints, "info", info)
+    checkpoints.set_ttl(path, 1000)
+    thread.join(30)
+    assert checkpoints.info(path)["rank"] == 8
 
 
 def test_folders_of_killed_servers_are_removed_and_those_of_others_are_not(tmp_path):

@@ -5,6 +5,8 @@
                  MXFP4, and a bias in fp32 besides
     embedding    2 V D, head the same; a packed head V D in its format, tied or not, a tied bf16 head nothing
     adapter      rank * (K + N) a linear; rank * (E K + E N) a stack of experts, a shared A or B once
+    by row       of several in one step, A and B twice, alone and side by side for prefill, and a slot of the
+                 decode kernels for each that there may be and for none (engine/decode/group_bank.py)
     whole        D of each norm, V D of embedding and head, where they are trained; once more as they were
 
 A token is multiplied by k experts of a layer's E. A step of several rows reads those that some row chose,
@@ -18,6 +20,7 @@ import math
 
 from qerl.config import AdapterConfig
 from qerl.formats import FORMATS
+from qerl.kernels.tiles.row_slots import slot_rank
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import (
     ExpertSpec,
@@ -132,6 +135,14 @@ def num_trained_weights(a: Architecture, adapter: AdapterConfig) -> int:
     if adapter.kind == "full":
         return sum(n * x.num_weights for x, n in linears)
     return adapter.rank * sum(n * (x.out_width + x.in_width) for x, n in linears) + others
+
+
+def row_adapter_bytes(
+    widths: int, element_bytes: int, *, num_adapters: int, max_rank: int, max_adapters: int
+) -> int:
+    """Return the bytes of this many adapters by row; widths: of all inputs and outputs of the linears."""
+    ranks = 2 * max_rank * num_adapters + slot_rank(max_rank) * (1 + max_adapters)
+    return element_bytes * widths * ranks
 
 
 def num_norm_weights(a: Architecture, adapter: AdapterConfig) -> int:

@@ -44,6 +44,9 @@ class StoppingCriteria:
     """With the stop strings."""
     on_token: Callable[[LiveSample], bool] | None = None
     """Called for every sampled token; True ends the sample's turn."""
+    skips_on_token: Callable[[LiveSample, list[int]], bool] | None = None
+    """Called with the next tokens of a sample, none of which ends its turn: True if none of them needs
+    on_token, which then is not called for them. None: all need it."""
     on_failure: Callable[[LiveSample, UserError], None] | None = None
     """Called for a sample that cannot go on, which then ends alone; None: the call ends with that error."""
     conversation: Conversation | None = None
@@ -219,6 +222,7 @@ class Generation:
         runner.update_pages(scheduler.allocate(runner.num_unread_steps + num_steps))
         self._note_pages()
         runner.launch(num_steps)
+        self.stats.unfused_tokens += num_steps * runner.sampler.num_unfused_rows
         while runner.num_unread_bursts > runner.max_unread_bursts:
             self._read()
 
@@ -313,6 +317,7 @@ class Generation:
         positions = [s.group.prompt_tokens - 1 for s in samples]
         positions_M = torch.tensor(positions, dtype=torch.int32, device=device)
         self._runner.sampler.bind(samples)
+        self.stats.unfused_tokens += self._runner.sampler.num_unfused_rows
         outputs = self._runner.sample(hidden_MD, keys_M, positions_M)
         for s, token, logprob in zip(samples, *(values.tolist() for values in outputs), strict=True):
             self._append(s, token, logprob)
@@ -381,7 +386,7 @@ class Generation:
 
     def _append_burst(self, burst: Burst) -> tuple[list[LiveSample], bool]:
         """Return (samples that ended in this burst, True if one ended by a string: only the host sees it)."""
-        ended, is_host_stop = [], False
+        ended, is_host_stop, device_stops = [], False, self._stop_token_ids | burst.stop_token_ids
         columns = zip(burst.samples_B, burst.tokens_WB.T.tolist(), burst.logprobs_WB.T.tolist(), strict=True)
         for s, tokens_W, logprobs_W in columns:
             if s.finish is not None or self._extend(s, tokens_W, logprobs_W):
@@ -390,7 +395,7 @@ class Generation:
                 self._append(s, token, logprob)
                 if s.finish is not None:
                     ended.append(s)
-                    is_stopped_here = s.finish == "stop" and token not in self._stop_token_ids
+                    is_stopped_here = s.finish == "stop" and token not in device_stops
                     num_later = len(tokens_W) - step + self._runner.num_unread_steps
                     s.has_overrun = is_stopped_here and num_later > 0
                     is_host_stop |= is_stopped_here
@@ -399,9 +404,11 @@ class Generation:
 
     def _extend(self, s: LiveSample, tokens_W: list[int], logprobs_W: list[float]) -> bool:
         """Append a burst's tokens at once and return True, if none of them can end the sample."""
-        has_criteria = self._stopping.detokenizer.stop or self._on_token
-        may_end = len(s.tokens_T) + len(tokens_W) >= s.max_tokens or has_criteria
+        may_end = len(s.tokens_T) + len(tokens_W) >= s.max_tokens or self._stopping.detokenizer.stop
         if may_end or not self._stop_token_ids.isdisjoint(tokens_W) or not math.isfinite(sum(logprobs_W)):
+            return False
+        skips = self._stopping.skips_on_token
+        if self._on_token is not None and not (skips is not None and skips(s, tokens_W)):
             return False
         s.tokens_T += tokens_W
         s.logprobs_T += logprobs_W

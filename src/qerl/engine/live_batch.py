@@ -31,6 +31,8 @@ class LiveRequest:
     sampling: Sampling
     on_token: Callable[[int, TokenLogprob, Sample | None], None]
     """Called with (sample index, newest token, the sample if that token ended it)."""
+    is_streamed: bool = True
+    """True if on_token is called for every token; else for the last of each sample, which costs less."""
     on_failure: Callable[[Exception], None] | None = None
     """Called if a sample or on_token fails, while the other requests go on; None: the step raises it."""
     constraint: Callable[[], TokenConstraint] | None = None
@@ -58,12 +60,19 @@ class _Live:
     stopping: StoppingCriteria
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LiveCallbacks:
+    """Those of StoppingCriteria."""
+
+    on_token: Callable[[LiveSample], bool]
+    skips_on_token: Callable[[LiveSample, list[int]], bool]
+    on_failure: Callable[[LiveSample, Exception], None]
+
+
 class LiveBatch:
     def __init__(
         self,
-        make_generation: Callable[
-            [Callable[[LiveSample], bool], Callable[[LiveSample, Exception], None]], Generation
-        ],
+        make_generation: Callable[[LiveCallbacks], Generation],
         new_group: Callable[[int, Prompt, int, int], LiveGroup],
         stopping: Callable[[tuple[str, ...]], StoppingCriteria],
         to_sample: Callable[[LiveSample, StoppingCriteria], Sample],
@@ -71,8 +80,8 @@ class LiveBatch:
         *,
         max_positions: int,
     ):
-        """make_generation gets the functions to call for every token and for a sample that fails."""
-        self.generation = make_generation(self._on_token, self._on_failure)
+        callbacks = LiveCallbacks(self._on_token, self._skips_on_token, self._on_failure)
+        self.generation = make_generation(callbacks)
         self._new_group, self._stopping, self._to_sample = new_group, stopping, to_sample
         self._logits, self._max_positions = logits, max_positions
         self._live: dict[int, _Live] = {}
@@ -112,6 +121,7 @@ class LiveBatch:
         group = self._new_group(index, prompt, request.num_samples, min(sampling.max_tokens, num_left))
         group.sampling, group.num_top_logprobs = sampling, request.num_top_logprobs
         group.episode, group.noise_row = request.episode, request.table_row
+        group.stop_token_ids = request.stop_token_ids
         if (logprobs := request.prompt_logprobs) is not None:
             group.on_prompt_hidden = functools.partial(logprobs.add, self._logits, prompt.tokens_T)
         for s in group.samples_G:
@@ -132,6 +142,11 @@ class LiveBatch:
             self._on_failure(s, error)
         self._forget_ended(s.group)
         return False
+
+    def _skips_on_token(self, s: LiveSample, tokens: list[int]) -> bool:
+        live = self._live[s.group.index]
+        needs_each = live.request.is_streamed or s.constraint is not None or live.stopping.detokenizer.stop
+        return not needs_each and live.request.stop_token_ids.isdisjoint(tokens)
 
     def _on_failure(self, s: LiveSample, error: Exception) -> None:
         if (on_failure := self._live[s.group.index].request.on_failure) is None:
@@ -154,6 +169,8 @@ class LiveBatch:
             is_complete |= s.constraint.is_complete
         if is_complete:  # also with the last token that the limit allows
             s.finish = "stop"
+        if s.finish is None and not live.request.is_streamed:
+            return
         token = TokenLogprob(s.tokens_T[-1], s.logprobs_T[-1], s.top_logprobs)
         if s.finish is not None and live.request.is_learned:
             self.generation.keep_routes(s)

@@ -246,9 +246,14 @@ class LocalEngine(abc.ABC):
             is_cpu = self._model.device.type == "cpu"
             max_admitted_tokens = _CPU_ADMITTED_TOKENS if is_cpu else self._max_num_batched_tokens
             yield LiveBatch(
-                lambda on_token, on_failure: new_generation(
+                lambda callbacks: new_generation(
                     [],
-                    dataclasses.replace(stopping, on_token=on_token, on_failure=on_failure),
+                    dataclasses.replace(
+                        stopping,
+                        on_token=callbacks.on_token,
+                        skips_on_token=callbacks.skips_on_token,
+                        on_failure=callbacks.on_failure,
+                    ),
                     max_admitted_tokens,
                     kept_fraction,
                 ),

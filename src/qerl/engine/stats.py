@@ -9,6 +9,8 @@ class Stats:
 
     num_tokens: int = 0
     """Sampled tokens."""
+    unfused_tokens: int = 0
+    """Those drawn from logits in memory where kernels of the head draw others (sampling/row_sampler.py)."""
     prefill_tokens: int = 0
     """Rows of all prefills: prompts, once each, environment tokens, and recomputed tokens."""
     decode_forwards: int = 0

@@ -308,6 +308,8 @@ class Decoder(nn.Module):
         self.noise_table = NoiseTable([m for m in self.modules() if isinstance(m, NoisedRMSNorm)])
         self.adapter_bank: AdapterBank | None = None
         """Adapters by row of passes that sample; None: all rows have the linears' own."""
+        self.reserved_bank: AdapterBank | None = None
+        """A bank that is adapter_bank at times, whose memory a KV cache leaves free."""
 
     def forward(
         self,

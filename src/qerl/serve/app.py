@@ -112,6 +112,7 @@ def _show_engine(metrics: ServerMetrics, batcher: Batcher) -> None:
     show("qerl_requests_waiting", "Requests without a token.", lambda: batcher.num_waiting)
     show("qerl_prompt_tokens_total", "Prompt tokens of requests.", lambda: batcher.num_prompt_tokens)
     show("qerl_generated_tokens_total", "Tokens sampled.", lambda: batcher.num_generated_tokens)
+    show("qerl_unfused_tokens_total", "Drawn outside the kernels.", lambda: batcher.num_unfused_tokens)
     show("qerl_malformed_tool_calls_total", "Calls that are text.", lambda: metrics.num_malformed_calls)
     show("qerl_kv_pages_used", "Pages of KV cache in use.", lambda: batcher.kv_pages[0])
     show("qerl_kv_pages", "Pages of KV cache.", lambda: batcher.kv_pages[1])

@@ -196,7 +196,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._is_closed = self._has_ended = self._is_busy = False
         self._is_paused = is_paused
-        self._num_earlier_tokens = 0
+        self._num_earlier = {"num_tokens": 0, "unfused_tokens": 0}  # by name in Stats
         self.num_prompt_tokens = 0
         """Number of prompt tokens of all requests that have entered a batch."""
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
@@ -254,10 +254,17 @@ class Batcher:
     @property
     def num_generated_tokens(self) -> int:
         """Number of tokens sampled by all batches."""
+        return self._num_of_all("num_tokens")
+
+    @property
+    def num_unfused_tokens(self) -> int:
+        """Number of tokens drawn from logits in memory where kernels of the head draw others."""
+        return self._num_of_all("unfused_tokens")
+
+    def _num_of_all(self, name: str) -> int:
         with self._changed:
-            if self.batch is None:
-                return self._num_earlier_tokens
-            return self._num_earlier_tokens + self.batch.generation.stats.num_tokens
+            running = 0 if self.batch is None else getattr(self.batch.generation.stats, name)
+            return self._num_earlier[name] + running
 
     @property
     def prefilled(self) -> "PromptTokens":
@@ -335,7 +342,8 @@ class Batcher:
                     self._find_cause(failure)
             with self._changed:
                 self._earlier = self.prefilled
-                self._num_earlier_tokens, self.batch = self.num_generated_tokens, None
+                self._num_earlier = {name: self._num_of_all(name) for name in self._num_earlier}
+                self.batch = None
                 self._is_busy = False
                 self._changed.notify_all()
 

@@ -161,6 +161,7 @@ class AdapterSlot:
         self._bank = AdapterBank(decoder.compute, decoder.device, shared_adapters, max_rank)
         self._engine, self._held, self._version = engine, None, 0
         self._masters = adapter_tensors(decoder)
+        decoder.reserved_bank = self._bank if self.shares_steps else None
 
     @torch.no_grad()
     def hold(self, key: object, tensors: Mapping[str, Tensor], rank: int) -> None:

@@ -15,6 +15,7 @@ import glob
 import importlib
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor
 from qerl.errors import RunError, UserError, require
 from qerl.models import hf_writer
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
-from qerl.tracking.atomic_file import read_object
+from qerl.tracking.atomic_file import encode, read_object, write_atomic
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _OPTIMIZER, _INFO = "optimizer.safetensors", "checkpoint.json"
@@ -45,6 +46,8 @@ class SavedAdapter:
 class Checkpoints:
     def __init__(self, folder: Path):
         self._folder = folder
+        self._lock = threading.RLock()
+        """While the folder of a name is exchanged or removed, or its times change."""
 
     def save(
         self,
@@ -66,8 +69,9 @@ class Checkpoints:
         place, now = self._place(path), datetime.datetime.now(datetime.UTC)
         require(overwrite or not place.exists(), f"{path} exists: choose another name, or set overwrite")
         times = {"time": now.isoformat(), "expires_at": _expiry(ttl_s)}
+        locked = contextlib.ExitStack()
         try:
-            with hf_writer.atomic_folder(place, overwrite=overwrite) as folder:
+            with locked, hf_writer.atomic_folder(place, overwrite=overwrite) as folder:
                 save_file(
                     {name: t.contiguous() for name, t in tensors.items()}, folder / ADAPTER, {"format": "pt"}
                 )
@@ -78,6 +82,7 @@ class Checkpoints:
                     for file in list(folder.iterdir()):
                         encrypt(file)
                 hf_writer.write_json(folder / _INFO, {**info, **times})
+                locked.enter_context(self._lock)  # what set_ttl has read is not of another checkpoint
         except (RunError, UserError) as error:
             reason = getattr(error.__cause__, "strerror", None) or error
             raise RunError(f"{path}: cannot be written: {reason}") from error
@@ -102,12 +107,20 @@ class Checkpoints:
         """Return a checkpoint's files that are downloaded, by name."""
         self.info(path)
         with _deleted(path):
-            return {file.name: file for file in sorted(self._place(path).iterdir()) if file.name != _INFO}
+            files = sorted(self._place(path).iterdir())
+        return {file.name: file for file in files if not file.name.startswith(_INFO)}
 
     def set_ttl(self, path: str, ttl_s: int | None) -> None:
-        info = {**self.info(path), "expires_at": _expiry(ttl_s)}
-        with _deleted(path):
-            hf_writer.write_json(self._place(path) / _INFO, info)
+        """Let the checkpoint expire so long from now; None: never. A crash leaves the time before or this."""
+        place = self._place(path)
+        with self._lock:
+            info = {**self.info(path), "expires_at": _expiry(ttl_s)}
+            try:
+                write_atomic(place / _INFO, encode(info, indent=2))
+            except RunError as error:
+                if not place.exists():
+                    raise _missing(path) from None
+                raise RunError(f"{path}: its time cannot be set: {error.__cause__ or error}") from error
 
     def listed(self, run: str | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints of a run, or of all, as the API describes them, the newest first."""
@@ -146,7 +159,7 @@ class Checkpoints:
     def delete(self, path: str) -> None:
         self.info(path)
         try:
-            with _deleted(path):
+            with self._lock, _deleted(path):
                 shutil.rmtree(self._place(path))
         except OSError as error:
             raise RunError(f"{path}: cannot be deleted: {error.strerror}") from error
@@ -162,20 +175,28 @@ class Checkpoints:
 
     def _info(self, place: Path) -> dict[str, Any] | None:
         """Return what is known of the checkpoint; None if there is none, or one that has expired."""
+        info, expires = self._read(place)
+        if expires is None or expires >= datetime.datetime.now(datetime.UTC):
+            return info
+        with self._lock:
+            _, expires = self._read(place)  # unless its time has changed
+            if expires is not None and expires < datetime.datetime.now(datetime.UTC):
+                shutil.rmtree(place, ignore_errors=True)
+        return None
+
+    @staticmethod
+    def _read(place: Path) -> tuple[dict[str, Any] | None, datetime.datetime | None]:
+        """Return what is known of the checkpoint, and when it expires; None if there is none."""
         try:
             info = read_object(place / _INFO)
         except UserError:
             if (place / _INFO).exists():
                 raise
-            return None  # it was never there, or was deleted
+            return None, None  # it was never there, or was deleted
         try:
-            expires = _checked(info)
+            return info, _checked(info)
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{place / _INFO}: is damaged; restore it or remove the checkpoint") from None
-        if expires is not None and expires < datetime.datetime.now(datetime.UTC):
-            shutil.rmtree(place, ignore_errors=True)
-            return None
-        return info
 
 
 def _missing(path: str) -> UserError:

@@ -4,6 +4,7 @@ A download's URL carries its own permission, as clients fetch it without the API
 which it is valid, and an HMAC of that time and the file under a secret of this process.
 """
 
+import asyncio
 import datetime
 import hashlib
 import hmac
@@ -67,13 +68,13 @@ class RunRoutes:
         return JSONResponse({"checkpoints": part, "cursor": cursor})
 
     async def delete_checkpoint(self, request: Request) -> Response:
-        self._service.checkpoints.delete(_path(request))
+        await asyncio.to_thread(self._service.checkpoints.delete, _path(request))
         return Response(status_code=204)
 
     async def set_ttl(self, request: Request) -> Response:
         limit = self._service.options.max_body_bytes
         body = await bodies.read(request, bodies.Ttl, limit)
-        self._service.checkpoints.set_ttl(_path(request), body.ttl_seconds)
+        await asyncio.to_thread(self._service.checkpoints.set_ttl, _path(request), body.ttl_seconds)
         return Response(status_code=204)
 
     async def sign_urls(self, request: Request) -> Response:

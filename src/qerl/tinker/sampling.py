@@ -5,8 +5,9 @@ A request that is interrupted keeps its tokens and goes on from them: its prompt
 
 import dataclasses
 import itertools
+import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from qerl.algo.seeds import mix
 from qerl.engine.live_batch import LiveBatch, LiveRequest
@@ -16,6 +17,8 @@ from qerl.errors import UserError
 from qerl.tinker.wire import SampledTokens, write_sample_result
 from qerl.tinker.worker import Job, LaneTurn
 from qerl.types import Prompt, Sample, Sampling, TokenLogprob
+
+_logger = logging.getLogger("uvicorn.error")
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
@@ -54,7 +57,7 @@ class _Collected:
         seed = secrets.randbits(62) if work.seed is None else work.seed
         is_scored = (work.has_prompt_logprobs or work.num_top_prompt > 0) and len(work.tokens_T) > 1
         self.prompt_logprobs = PromptLogprobs(work.num_top_prompt) if is_scored else None
-        self._tokens = [list[TokenLogprob]() for _ in range(work.num_samples)]
+        self._tops = [list[Sequence[tuple[int, float]]]() for _ in range(work.num_samples)]
         self._samples: list[Sample | None] = [None] * work.num_samples
         self._num_before = 0
         prompt = {"text": "", "tokens_T": work.tokens_T, "messages": None, "columns": {}}
@@ -63,6 +66,7 @@ class _Collected:
             num_samples=work.num_samples,
             sampling=work.sampling,
             on_token=self._on_token,
+            is_streamed=work.num_top > 0,
             on_failure=job.fail,
             stop_token_ids=work.stop_token_ids,
             num_top_logprobs=work.num_top,
@@ -84,28 +88,28 @@ class _Collected:
 
     @property
     def _num_tokens(self) -> int:
-        return sum(map(len, self._tokens))
+        return sum(len(s.tokens_T) for s in self.live.samples_G or ())
 
     @property
     def is_over(self) -> bool:
         return self.job.is_cancelled or self.job.future.done()
 
     def _on_token(self, index: int, token: TokenLogprob, ended: Sample | None) -> None:
-        self._tokens[index].append(token)
+        self._tops[index].append(token.top)
         self._samples[index] = ended
         if all(sample is not None for sample in self._samples) and not self.job.future.done():
             self.job.future.set_result(self._result())
 
     def _result(self) -> bytes:
         work, sequences = self.job.work, []
-        for tokens, sample in zip(self._tokens, self._samples, strict=True):
+        for tops, sample in zip(self._tops, self._samples, strict=True):
             assert sample is not None
             sequences.append(
                 SampledTokens(
                     tokens_T=sample.tokens_T,
                     logprobs_T=sample.logprobs_T,
                     stop_reason=sample.finish,
-                    top_T=[token.top for token in tokens] if work.num_top else None,
+                    top_T=tops if work.num_top else None,
                 )
             )
         scored = [] if self.prompt_logprobs is None else self.prompt_logprobs.tokens
@@ -147,6 +151,8 @@ def sample_turn(
                 break
             new = turn.new_jobs() if live else []
         batch.abort([each.live for each in live])
+        if num := batch.generation.stats.unfused_tokens:
+            _logger.info("%d tokens had truncated probabilities and were drawn outside the kernels", num)
     unfinished = [each.job for each in live if not each.is_over]
     turn.put_back(unfinished + later)
     for job in itertools.filterfalse(lambda job: job.future.done(), turn.jobs):

@@ -21,7 +21,7 @@ _PREFIX = ".samplers-"
 
 class Snapshots:
     def __init__(self, folder: Path, max_in_memory: int):
-        """folder: where a temporary folder is made once it is needed."""
+        """folder: where a temporary folder is made once it is needed. max_in_memory 0: all are in files."""
         self._folder, self._max_in_memory = folder, max_in_memory
         self._files: Path | None = None
         self._lock_descriptor: int | None = None
@@ -39,9 +39,10 @@ class Snapshots:
 
     def tensors(self, number: int) -> Mapping[str, Tensor]:
         with self._lock:
-            tensors = self._held.get(number)
-            self._hold(number, load_file(self._file(number)) if tensors is None else tensors)
-            return self._held[number]
+            held = self._held.get(number)
+            tensors = load_file(self._file(number)) if held is None else held
+            self._hold(number, tensors)
+            return tensors
 
     def drop(self, number: int) -> None:
         with self._lock:

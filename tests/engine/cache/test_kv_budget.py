@@ -11,6 +11,7 @@ from qerl.engine.cache import budget as kv_budget
 from qerl.engine.cache.budget import new_cache_bytes, working_bytes
 from qerl.engine.cache.kv_cache import KVCache
 from qerl.errors import UserError
+from qerl.models.adapter_bank import AdapterBank
 
 
 def test_a_cpu_has_a_gigabyte_unless_told_otherwise():
@@ -32,6 +33,20 @@ def test_a_gpus_cache_leaves_the_rest_to_learning_only_if_it_stays(monkeypatch, 
         size = new_cache_bytes(config, decoder, int(held))
         assert size == pytest.approx(limit)
         held = 0.0 if gives_back else size
+
+
+@pytest.mark.parametrize("place", ["adapter_bank", "reserved_bank"])
+def test_a_gpus_cache_leaves_the_memory_of_adapters_by_row(place, monkeypatch):
+    """Three slots of rank 32, and A and B of two adapters of rank 20 twice, in fp32."""
+    decoder, config = tiny(), EngineConfig(max_num_batched_tokens=1)
+    setattr(decoder, place, AdapterBank(torch.float32, torch.device("cpu"), max_adapters=2, max_rank=20))
+    widths = sum(linear.in_width + linear.out_width for _, linear in decoder.linears())
+    decoder.device = torch.device("cuda")
+    monkeypatch.setattr(kv_budget, "can_give_back", lambda device: True)
+    by_row = 4 * widths * (3 * 32 + 2 * 2 * 20)
+    free = working_bytes(config, decoder) + 1000 + by_row
+    monkeypatch.setattr(kv_budget, "free_bytes", lambda device: free)
+    assert new_cache_bytes(config, decoder, 0) == pytest.approx(900)
 
 
 def test_a_cache_as_large_as_memory_allows_is_replaced_only_by_one_worth_its_graphs(monkeypatch):

@@ -61,7 +61,8 @@ def case(head_format, M, V, D, rng):
 
 
 def partials_of(kernel, hidden, keys, positions, temperature, output=op.DRAWS):
-    kernel._multiply(hidden, keys, positions, torch.tensor([temperature]), None, output=output)
+    temperatures = torch.tensor(temperature, dtype=torch.float32).view(-1)
+    kernel._multiply(hidden, keys, positions, temperatures, None, output=output)
     partials = kernel._partials[: len(hidden)]
     best_M1 = partials[:, :, 0].argmax(1, keepdim=True)
     tokens_M = partials[:, :, 2].contiguous().view(torch.int32).gather(1, best_M1)[:, 0].long()
@@ -100,6 +101,23 @@ def test_a_row_has_the_same_bits_with_every_tile_and_number_of_rows(head_format,
             tokens, logprobs = partials_of(kernel, hidden[:rows], keys, positions, 0.7)
             found.append((kernel.logits(hidden[:rows])[:7], tokens[:7], logprobs[:7]))
     assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(each, found[0], strict=True))
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[3], TILES[6]])
+def test_rows_have_temperatures_of_their_own_to_the_bit(tile, on_a_cpu, rng):
+    head, truth, hidden, keys, positions = case(tile.format, M := tile.tokens + 3, 208, 256, rng)
+    kernel = head_portable.PortableHeadSample(head, M, CPU, choose=lambda *_: tile)
+    values = (0.0, 0.7, 1.0, 1.5)
+    temperatures = [values[m % 4] for m in range(M)]
+    tokens, logprobs = partials_of(kernel, hidden, keys, positions, temperatures)
+    expected, _, lead = op.reference(hidden, truth, keys, positions, torch.tensor(temperatures))
+    assert lead.min() > 1e-5 and torch.equal(tokens, expected)
+    _, scores = partials_of(kernel, hidden, tokens, positions, temperatures, op.SCORES)
+    assert torch.equal(scores, logprobs)
+    for first, value in enumerate(values):
+        alone = partials_of(kernel, hidden, keys, positions, value)
+        assert torch.equal(alone[0][first::4], tokens[first::4])
+        assert torch.equal(alone[1][first::4], logprobs[first::4])
 
 
 def test_a_row_that_is_not_finite_leaves_the_others(on_a_cpu, rng):

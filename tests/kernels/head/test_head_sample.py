@@ -185,6 +185,33 @@ def test_draws_are_those_of_float64_with_the_same_bits(name, temperature, M, V, 
         assert torch.equal(tokens.long(), logits.argmax(1))
 
 
+TEMPERATURES = (0.0, 0.3, 0.7, 1.0, 1.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", (*FORMATS, "bf16 portable", "fp8 portable"))
+@pytest.mark.parametrize("M", [5, 8, 33, 64, 128, 256])
+def test_rows_have_temperatures_of_their_own_to_the_bit(name, M, cuda, rng):
+    V, D = 9024, 512
+    head, weight = make_head(name.split()[0], V, D, rng)
+    hidden, keys, positions = rows(M, D, rng)
+    kernel = (PortableHeadSample if "portable" in name else op.HeadSample)(head, 256, hidden.device)
+    temperatures = torch.tensor([TEMPERATURES[m % 5] for m in range(256)], device="cuda")
+    tokens, logprobs = kernel.draw(hidden, keys, positions, temperatures)
+    assert torch.equal(kernel.score(hidden, tokens.long(), temperatures), logprobs)
+    for first, value in enumerate(TEMPERATURES):
+        alone = kernel.draw(hidden, keys, positions, heat(value))
+        assert torch.equal(alone[0][first::5], tokens[first::5])
+        assert torch.equal(alone[1][first::5], logprobs[first::5])
+    truth, _, lead = op.reference(hidden, weight, keys, positions, temperatures[:M])
+    assert not ((tokens.long() != truth) & (lead > 1e-3)).any()
+    state, stops = make_state(M, rng), torch.full((2,), -1, dtype=torch.int32).cuda()
+    drawn = kernel.draw(hidden, state.keys_B, state.positions_B.clone(), temperatures)
+    kernel.step(hidden, state, stops, temperatures)
+    assert torch.equal(state.drawn_tokens_WB[0], drawn[0])
+    assert torch.equal(state.drawn_logprobs_WB[0], drawn[1])
+
+
 @pytest.mark.gpu
 def test_fewer_than_one_draw_in_a_thousand_is_decided_by_rounding(cuda, rng):
     M, V, D = 4096, 1040, 256

@@ -14,9 +14,9 @@ import torch
 
 from qerl.config import EngineConfig
 from qerl.cost.prefill import batched_tokens, prefill_row_bytes
+from qerl.cost.weights import row_adapter_bytes
 from qerl.kernels.runtime.gpu_memory import allowed_bytes, memory_bytes
 from qerl.kernels.runtime.virtual_memory import can_give_back
-from qerl.kernels.tiles.row_slots import slot_rank
 from qerl.models.decoder import Decoder
 
 SHARE = 0.9
@@ -35,12 +35,12 @@ def new_cache_bytes(config: EngineConfig, decoder: Decoder, resident_bytes: int)
 
 
 def by_row_bytes(decoder: Decoder) -> float:
-    """Return the memory of a full adapter bank: slots of the decode kernels, and each A and B twice."""
-    if (bank := decoder.adapter_bank) is None:
+    """Return the memory of a full adapter bank, the decoder's own or one that takes its place at times."""
+    if (bank := decoder.adapter_bank or decoder.reserved_bank) is None:
         return 0.0
     widths = sum(linear.in_width + linear.out_width for _, linear in decoder.linears())
-    ranks = slot_rank(bank.max_rank) * (1 + bank.max_adapters) + 2 * bank.max_rank * bank.max_adapters
-    return decoder.compute.itemsize * widths * ranks
+    each = {"max_rank": bank.max_rank, "max_adapters": bank.max_adapters}
+    return row_adapter_bytes(widths, decoder.compute.itemsize, num_adapters=bank.max_adapters, **each)
 
 
 def max_cache_bytes(config: EngineConfig, decoder: Decoder, resident_bytes: int) -> float:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.engine.decode.forward import DecodeForward
+from qerl.engine.sampling.row_sampler import FusedRowSampler
 from qerl.engine.sampling.sampler import FusedSampler, Sampler
 from qerl.engine.schedule.live_sample import LiveSample
 from qerl.engine.schedule.page_pool import num_pages
@@ -49,6 +50,8 @@ class Burst:
     tokens_WB: Tensor
     logprobs_WB: Tensor
     is_done: torch.cuda.Event | None
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens besides the engine's that ended rows on the device."""
 
 
 class DecodeRunner:
@@ -140,7 +143,7 @@ class DecodeRunner:
         with dry_run() as variants:
             for num_rows in dict.fromkeys(map(self._rows, samples)):
                 hidden_BD = self._forward(state, num_rows)
-                if isinstance(self.sampler, FusedSampler):
+                if isinstance(self.sampler, FusedSampler | FusedRowSampler):
                     self.sampler.sample(hidden_BD, state.keys_B[:num_rows], state.positions_B[:num_rows])
                     self.sampler.step(hidden_BD, state)
         return list(variants)
@@ -246,15 +249,16 @@ class DecodeRunner:
         B = len(self._samples_B)
         tokens_WB = self._state.drawn_tokens_WB[:num_steps, :B]
         logprobs_WB = self._state.drawn_logprobs_WB[:num_steps, :B]
+        stops = self.sampler.row_stop_ids
         if self._device.type == "cpu":
-            return Burst(self._samples_B, tokens_WB.clone(), logprobs_WB.clone(), None)
+            return Burst(self._samples_B, tokens_WB.clone(), logprobs_WB.clone(), None, stops)
         copies = [
             torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
             for t in (tokens_WB, logprobs_WB)
         ]
         is_done = torch.cuda.Event()
         is_done.record()
-        return Burst(self._samples_B, copies[0], copies[1], is_done)
+        return Burst(self._samples_B, copies[0], copies[1], is_done, stops)
 
     def _write_tables(self, rows: Iterable[int]) -> None:
         tables, windowed = self._host.tables_BX.numpy(), self._host.window_tables_BX.numpy()

@@ -3,7 +3,7 @@
     forward   KernelForward where kernels of `engine.kernels` support the decoder, and adapters by row if it
               has them, else TorchForward
     sampler   FusedSampler with it, if tokens are drawn by temperature alone, else TorchSampler;
-              RowSampler for a LiveBatch
+              FusedRowSampler or RowSampler for a LiveBatch, whose rows have their own parameters
 
 A runner keeps its recorded graphs, so it lives as long as the cache that they point into. In exact mode every
 forward pass, teacher forcing included, has numbers of rows between which the bits of a row do not change.
@@ -25,7 +25,7 @@ from qerl.engine.decode.linears import ONE_ORDER_ROWS, PackedLinears
 from qerl.engine.decode.mixture import kernel_routers
 from qerl.engine.decode.runner import DecodeRunner, bucket_of
 from qerl.engine.decode.teacher_forcing import TeacherForcing
-from qerl.engine.sampling.row_sampler import RowSampler
+from qerl.engine.sampling.row_sampler import FusedRowSampler, RowSampler
 from qerl.engine.sampling.sampler import FusedSampler, Sampler, TorchSampler
 from qerl.engine.schedule.page_pool import num_pages
 from qerl.formats import BF16, FP8
@@ -91,7 +91,7 @@ class RunnerCache:
         self._teacher_forcing: TeacherForcing | None = None
         self.compiled: CompileReport | None = None
         """The kernels compiled before the first step; None if none were, as with PyTorch's operations."""
-        self._compilers: dict[bool, BackgroundCompiler] = {}
+        self._compilers: dict[tuple[bool, bool], BackgroundCompiler] = {}
         self._pool: Any = None
         self._compile_s = 0.0
 
@@ -99,10 +99,10 @@ class RunnerCache:
         """Return the runner for sequences of up to max_pages pages of this cache, at first of num_first
         samples; without sampling parameters every row has its own."""
         runner = self._runner(cache, sampling, max_pages)
-        has_bank = self._decoder.adapter_bank is not None
-        if self._uses_kernels and has_bank not in self._compilers:
+        kind = self._decoder.adapter_bank is not None, sampling is None  # adapters, and temperatures, by row
+        if self._uses_kernels and kind not in self._compilers:
             start_s = time.perf_counter()
-            report, self._compilers[has_bank] = runner.compile_ahead(num_first, self.max_rows)
+            report, self._compilers[kind] = runner.compile_ahead(num_first, self.max_rows)
             self.compiled = self.compiled or report
             self._compile_s += time.perf_counter() - start_s
         runner.discard_unread()
@@ -233,21 +233,29 @@ class RunnerCache:
 
     def _sampler(self, sampling: Sampling | None) -> Sampler:
         if sampling is None:
-            return RowSampler(self._decoder, self._stop_tokens, self._rows)
+            kernels = None if self._config.exact else self._head_kernels()
+            if kernels is None:  # in exact mode a score must not depend on who drew the token
+                return RowSampler(self._decoder, self._stop_tokens, self._rows)
+            return FusedRowSampler(kernels, self._decoder, self._stop_tokens, self._rows)
         truncates = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
-        head = None if truncates else kernel_head(self._decoder, self.kernels)
-        if head is None:
+        kernels = None if truncates else self._head_kernels()
+        if kernels is None:
             return TorchSampler(self._decoder, sampling, self._stop_tokens)
-        if self._head is None:
-            self._head = self._head_kernels(head)
-        return FusedSampler(self._head, sampling, self._stop_tokens)
+        return FusedSampler(kernels, sampling, self._stop_tokens)
 
-    def _head_kernels(self, head: Head) -> HeadSample:
+    def _head_kernels(self) -> HeadSample | None:
+        """Return the kernels of the head; None if none of them supports it."""
+        head = None if self._head else kernel_head(self._decoder, self.kernels)
+        if head is None:
+            return self._head
         lm_head, device = self._decoder.lm_head, self._decoder.device
+        options = {"scale": lm_head.scale, "softcap": lm_head.softcap}
         if self.kernels == "hopper":
-            return HeadSample(head, self._rows, device, scale=lm_head.scale, softcap=lm_head.softcap)
-        assert not isinstance(head, NVFP4Head)  # kernel_head
-        return PortableHeadSample(head, self._rows, device, scale=lm_head.scale, softcap=lm_head.softcap)
+            self._head = HeadSample(head, self._rows, device, **options)
+        else:
+            assert not isinstance(head, NVFP4Head)  # kernel_head
+            self._head = PortableHeadSample(head, self._rows, device, **options)
+        return self._head
 
 
 def exact_mode_obstacle(a: Architecture) -> str | None:

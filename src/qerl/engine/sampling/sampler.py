@@ -1,8 +1,8 @@
 """Sample the next token of every row from hidden states, and advance the decode state.
 
     TorchSampler   logits, then token_sampling.py: all sampling parameters, any device
-    RowSampler     row_sampler.py: the same for rows that differ in their parameters
     FusedSampler   kernels/head/head_sample.py: temperature only, logits never written to memory, on a GPU
+    RowSampler, FusedRowSampler    row_sampler.py: the same for rows that differ in their parameters
 
 A token's randomness is a function of its row's key and position. TorchSampler uses seeds.uniform of (seed,
 step, prompt, sample, token index in the sample), with the last round computed on the device: the same bits on
@@ -27,9 +27,13 @@ from qerl.types import Sampling
 class Sampler(abc.ABC):
     is_capturable = True
     """True if a step can be captured in a CUDA graph: it never waits for the device."""
+    num_unfused_rows = 0
+    """Rows that are drawn from logits in memory beside the kernels of the head."""
 
     def __init__(self, stop_tokens: Tensor):
         self._stop_tokens = stop_tokens
+        self.row_stop_ids: frozenset[int] = frozenset()
+        """Tokens besides the engine's that end a row of the bound samples on the device."""
 
     def bind(self, samples_B: list[LiveSample]) -> None:  # noqa: B027
         """Sample for these rows from now on; is_capturable may change."""

@@ -40,6 +40,8 @@ class LiveGroup:
     """The sample that this group branches; prompt_tokens then includes the shared tokens of that sample."""
     sampling: Sampling | None = None
     """Parameters of its own, in a LiveBatch."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sample besides the engine's, in a LiveBatch."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
     episode: object | None = None

@@ -1,11 +1,14 @@
 // From the logits of some rows of the head: what a sampled token needs, for head_sample.cu and head_portable.cu.
 //
 // The includer defines ROWS, the neighboring v of one token that a lane has, and COLUMNS, the tokens of a warp's 32 lanes: lanes
-// whose numbers are equal modulo COLUMNS have v of the same token. OUTPUT, SCALE and SOFTCAP are those of head_sample.cu.
+// whose numbers are equal modulo COLUMNS have v of the same token. OUTPUT, BY_ROW, SCALE and SOFTCAP are those of head_sample.cu.
 #pragma once
 #include "logit.cuh"
 #include "types.cuh"
 
+#ifndef BY_ROW
+#define BY_ROW 0
+#endif
 #ifndef SCALE
 #define SCALE 0
 #endif
@@ -16,7 +19,7 @@
 struct Rows {
   const long long* keys;
   const int* positions;
-  const float* temperature;
+  const float* temperatures;  // one, or with BY_ROW of each token
   const float* factors;  // NVFP4: of each row; FP8: of each block of 128 x 128
   float4* partials;
   float* logits;
@@ -67,6 +70,14 @@ __device__ __forceinline__ float logit(const Rows& e, float product) {
   return product;
 }
 
+// What a temperature makes of logits and Gumbel noise: (1 / temperature, 1), or (1, 0) for temperature 0.
+struct Scaling {
+  float inverse, noise;
+};
+__device__ __forceinline__ Scaling scaling_of(float temperature) {
+  return temperature > 0.f ? Scaling{1.f / temperature, 1.f} : Scaling{1.f, 0.f};
+}
+
 struct Best {
   float score, y;
   int v;
@@ -77,12 +88,12 @@ struct Best {
 
 // Reduce a warp's rows of one token, ROWS of them in this lane from v on: all of them if is_there, else none. Numbers are added by fours,
 // then pairs of fours, then pairs of those, however many lanes share them.
-__device__ __forceinline__ void reduce_rows(const float (&l)[ROWS], int v, bool is_there, u64 key, int position, float inverse, float noise, Best& best,
-                                            float& most, float& sum) {
+__device__ __forceinline__ void reduce_rows(const float (&l)[ROWS], int v, bool is_there, u64 key, int position, Scaling scaling, Best& best, float& most,
+                                            float& sum) {
   float y[ROWS], fours[ROWS / 4];
   most = -INF;
 #pragma unroll
-  for (int i = 0; i < ROWS; i++) y[i] = l[i] * inverse, most = fmaxf(most, y[i]);
+  for (int i = 0; i < ROWS; i++) y[i] = l[i] * scaling.inverse, most = fmaxf(most, y[i]);
   if (!is_there) most = -INF;
 #pragma unroll
   for (int step = COLUMNS; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
@@ -105,7 +116,7 @@ __device__ __forceinline__ void reduce_rows(const float (&l)[ROWS], int v, bool 
 #pragma unroll
     for (int j = 0; j < 4; j++) {
 #if OUTPUT == 0
-      const float score = fmaf(log2_exponential(words[j]), -0.693147181f * noise, y[i + j]);
+      const float score = fmaf(log2_exponential(words[j]), -0.693147181f * scaling.noise, y[i + j]);
 #else
       const float score = v + i + j == (int)key ? 0.f : -INF;
 #endif

@@ -5,8 +5,8 @@
 // of a chunk is line 8 c + g in shared memory, so that a lane has 8 neighboring rows of a token in its sums and a token's chunk is reduced
 // in registers by three steps over lanes. In every tile k runs from 0 to the end: a row's numbers depend on that row alone.
 //
-// Compile-time: FORMAT (0 BF16, 1 FP8), MT tokens per tile, WR, WM, KB k per stage, STAGES, CTAS per multiprocessor, WIDTH (D), OUTPUT as
-// in head_sample.cu. If given: SCALE, SOFTCAP.
+// Compile-time: FORMAT (0 BF16, 1 FP8), MT tokens per tile, WR, WM, KB k per stage, STAGES, CTAS per multiprocessor, WIDTH (D), OUTPUT and
+// BY_ROW as in head_sample.cu. If given: SCALE, SOFTCAP.
 #define ROWS 8
 #define COLUMNS 4
 #include "async_copy.cuh"
@@ -87,17 +87,21 @@ struct Filler {
 // Use the sums of the warp's chunk. What is not wanted is computed and not stored: all warps take the same way, so that the compiler need
 // not gather lanes ahead of every shuffle.
 struct Finisher {
+  // Of the lane's two tokens, m and m + 1.
+  struct Draws {
+    u64 keys[2];
+    int positions[2];
+  };
   const Operands& e;
-  float inverse, noise;
+  Scaling scaling;
   int lane;
-  __device__ __forceinline__ Finisher(const Operands& e) : e(e), inverse(1.f), noise(0.f), lane(threadIdx.x % 32) {
-#if OUTPUT != 1
-    const float temperature = *e.temperature;
-    if (temperature > 0.f) inverse = 1.f / temperature, noise = 1.f;
+  __device__ __forceinline__ Finisher(const Operands& e) : e(e), scaling{1.f, 0.f}, lane(threadIdx.x % 32) {
+#if OUTPUT != 1 && !BY_ROW
+    scaling = scaling_of(*e.temperatures);
 #endif
   }
   // The lane's two tokens, m and m + 1, of a group of 8.
-  __device__ __forceinline__ void pair(const float (&acc)[4][4], int row64, int m, bool is_wanted, const u64 (&keys)[2], const int (&positions)[2]) const {
+  __device__ __forceinline__ void pair(const float (&acc)[4][4], int row64, int m, bool is_wanted, const Draws& draws) const {
     const int v = row64 * 64 + lane / 4 * 8;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -110,39 +114,42 @@ struct Finisher {
 #else
       Best best;
       float most, sum;
-      reduce_rows(l, v, v < e.V, keys[j], positions[j], inverse, noise, best, most, sum);
+#if BY_ROW
+      const Scaling scaling = scaling_of(e.temperatures[min(m + j, e.M - 1)]);  // ahead of time the widest tile spills
+#endif
+      reduce_rows(l, v, v < e.V, draws.keys[j], draws.positions[j], scaling, best, most, sum);
       if (is_wanted && lane / 4 == j && m + j < e.M) e.partials[(size_t)(m + j) * ((e.V + 63) / 64) + row64] = make_float4(best.score, best.y, __int_as_float(best.v), most + logf(sum));
 #endif
     }
   }
-  __device__ __forceinline__ void ask(int m, u64 (&keys)[2], int (&positions)[2]) const {
+  __device__ __forceinline__ void ask(int m, Draws& draws) const {
 #if OUTPUT != 1
 #pragma unroll
-    for (int j = 0; j < 2; j++) keys[j] = e.keys[min(m + j, e.M - 1)], positions[j] = e.positions[min(m + j, e.M - 1)];
+    for (int j = 0; j < 2; j++) {
+      const int row = min(m + j, e.M - 1);
+      draws.keys[j] = e.keys[row], draws.positions[j] = e.positions[row];
+    }
 #endif
   }
   // NT groups of 8 tokens from m0 on. One after the other passes through the first group's registers: this code for each of them would be
   // many times as long as all else, and instructions have to be fetched.
   __device__ __forceinline__ void operator()(float (&acc)[4][NT][4], int row64, int m0, bool is_wanted) const {
-    u64 keys[2];
-    int positions[2];
-    ask(m0 + lane % 4 * 2, keys, positions);
+    Draws draws;
+    ask(m0 + lane % 4 * 2, draws);
     UNROLL_TOKENS
     for (int n = 0; n < NT; n++) {
       const int m = m0 + n * 8 + lane % 4 * 2;
-      u64 next_keys[2];
-      int next_positions[2];
-      ask(m + 8, next_keys, next_positions);  // while these are reduced
+      Draws next;
+      ask(m + 8, next);  // while these are reduced
       float group[4][4];
 #pragma unroll
       for (int i = 0; i < 16; i++) group[i / 4][i % 4] = acc[i / 4][0][i % 4];
-      pair(group, row64, m, is_wanted, keys, positions);
+      pair(group, row64, m, is_wanted, draws);
 #pragma unroll
       for (int j = 0; j + 1 < NT; j++)
 #pragma unroll
         for (int i = 0; i < 16; i++) acc[i / 4][j][i % 4] = acc[i / 4][j + 1][i % 4];
-#pragma unroll
-      for (int j = 0; j < 2; j++) keys[j] = next_keys[j], positions[j] = next_positions[j];
+      draws = next;
     }
   }
 };

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from qerl.formats import BF16, FP8
-from qerl.kernels.head.head_sample import CHUNK, HeadSample
+from qerl.kernels.head.head_sample import CHUNK, HeadSample, is_by_row
 from qerl.kernels.runtime.architectures import CudaArchitecture, architecture_of
 from qerl.kernels.runtime.nvrtc import addresses, compiled
 
@@ -132,14 +132,14 @@ class PortableHeadSample(HeadSample):
         operands = struct.pack("6Q4i", *addresses(*pointers), m, self._v, self._d, 0)
         if self._options:
             operands += struct.pack("2f", self._scale, self._softcap or 0.0)
-        self._kernel(tile, output).launch(
+        self._kernel(tile, output, is_by_row(temperature)).launch(
             grid=min(self._num_sms * tile.ctas_per_sm, -(-self._v // CHUNK)),
             block_threads=tile.threads,
             parameters=(operands + struct.pack("2Q", *addresses(weight, hidden_MD)),),
         )
 
-    def _compile(self, tile, output: int):
-        defines = {**tile.defines, **self._options, "WIDTH": self._d, "OUTPUT": output}
+    def _compile(self, tile, output: int, by_row: int):
+        defines = {**tile.defines, **self._options, "WIDTH": self._d, "OUTPUT": output, "BY_ROW": by_row}
         return compiled(
             "head_portable.cu", "head_portable", self._device, defines, shared_bytes=tile.shared_bytes
         )

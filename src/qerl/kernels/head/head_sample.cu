@@ -14,7 +14,7 @@
 //
 // Compile-time: FORMAT (0 BF16, 1 FP8, 2 NVFP4), MT tokens per tile, WG warpgroups, KB k per stage, STAGES, CTAS per multiprocessor,
 // REDUCE tokens that are reduced together, SPLIT, OUTPUT (0 the partials of a sampled token, 1 the logits, 2 the partials of the
-// token that the row's key names), REGISTERS per multiplying thread, taken from the then 4 copying warps, or 0. If given: SCALE, SOFTCAP
+// token that the row's key names), BY_ROW (1: each token has its own temperature), REGISTERS per multiplying thread, taken from the then 4 copying warps, or 0. If given: SCALE, SOFTCAP
 // (1: logits have one); a product is its logit otherwise.
 #define COLUMNS (REDUCE == 8 ? 8 : 16)  // tokens that a warp reduces at once
 #define ROWS (COLUMNS / 2)              // v of a lane, out of a warp's 16
@@ -35,7 +35,7 @@ struct Reducer {
   const Operands& e;
   Scratch& scratch;
   int group, warp, lane, turn;
-  float inverse, noise;
+  Scaling scaling;
 
   __device__ __forceinline__ void combine_warps(int column, int row64, int m) {
     const int warps = min(4, (e.V - row64 * 64) / 16);
@@ -77,7 +77,10 @@ struct Reducer {
 #else
         Best best;
         float most, sum;
-        reduce_rows(l, v, true, is_used ? e.keys[m] : 0, is_used ? e.positions[m] : 0, inverse, noise, best, most, sum);
+#if BY_ROW
+        const Scaling scaling = scaling_of(is_used ? e.temperatures[m] : 0.f);
+#endif
+        reduce_rows(l, v, true, is_used ? e.keys[m] : 0, is_used ? e.positions[m] : 0, scaling, best, most, sum);
         if (part == 0 && is_used) {
           scratch.bests[group][turn % 2][warp][column] = make_float4(best.score, best.y, __int_as_float(best.v), most);
           scratch.totals[group][turn % 2][warp][column] = sum;
@@ -171,10 +174,9 @@ head_sample(const __grid_constant__ TensorMap w_map, const __grid_constant__ Ten
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
     grid_dependency_wait();
-    Reducer reducer = {e, scratch, SPLIT ? 0 : warp / 4, warp % 4, lane, 0, 1.f, 0.f};
-#if OUTPUT != 1
-    const float temperature = *e.temperature;
-    if (temperature > 0.f) reducer.inverse = 1.f / temperature, reducer.noise = 1.f;
+    Reducer reducer = {e, scratch, SPLIT ? 0 : warp / 4, warp % 4, lane, 0, {1.f, 0.f}};
+#if OUTPUT != 1 && !BY_ROW
+    reducer.scaling = scaling_of(*e.temperatures);
 #endif
 #if SPLIT
     if (warp >= WG * 4) {

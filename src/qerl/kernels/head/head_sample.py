@@ -6,6 +6,7 @@
     token_M = argmax_v (logits_Mv / temperature - log E(key, position, v))       E = -log(1 - u), u in (0, 1)
     logprob_M = log_softmax(logits_MV / temperature)[token]
 
+The temperature is one for all rows, [1], or each row's own, [M]: a row has the same bits either way.
 u = (bits + 1/2) / 2^32, where bits is word v % 4 of Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel
 random numbers: as easy as 1, 2, 3; SC 2011) of the counter (v // 4, position, 0, 0) under the key: a sample
 depends on (key, position, v) only. Temperature 0 takes the first of the largest logits, with the logprob of
@@ -93,16 +94,17 @@ def reference(
     weight_VD: Tensor,
     keys_M: Tensor,
     positions_M: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The definition above in float64: (tokens_M, logprobs_M, margin of the best score)."""
     logits_MV = reference_logits(hidden_MD, weight_VD, scale, softcap)
-    scaled_MV = logits_MV / temperature if temperature else logits_MV
-    scores_MV = scaled_MV
-    if temperature:
-        scores_MV = scaled_MV + gumbels(random_bits(keys_M, positions_M, logits_MV.shape[1]))
+    temperatures_M1 = torch.as_tensor(temperature, device=logits_MV.device).double().view(-1, 1)
+    is_greedy_M1 = temperatures_M1 == 0
+    scaled_MV = logits_MV / temperatures_M1.masked_fill(is_greedy_M1, 1)
+    noise_MV = gumbels(random_bits(keys_M, positions_M, logits_MV.shape[1]))
+    scores_MV = scaled_MV + noise_MV.masked_fill(is_greedy_M1, 0)
     best_M2 = scores_MV.topk(2).values
     tokens_M1 = scores_MV.argmax(1, keepdim=True)
     logprobs_M = scaled_MV.log_softmax(1).gather(1, tokens_M1)[:, 0]
@@ -214,6 +216,11 @@ def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     return HeadTile(head_format, tokens, warpgroups, k_block, 1, int(tokens <= _MAX_SPLIT[head_format]))
 
 
+def is_by_row(temperature: Tensor | None) -> int:
+    """Return the kernels' BY_ROW."""
+    return int(temperature is not None and len(temperature) > 1)
+
+
 class HeadSample:
     """The kernels for one head, compiled on first use, and their workspace. Use one object per stream."""
 
@@ -252,7 +259,7 @@ class HeadSample:
     def draw(
         self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sample (tokens_M int32, logprobs_M fp32); temperature is fp32 [1] on the device."""
+        """Sample (tokens_M int32, logprobs_M fp32); temperature is fp32 on the device, [1] or of each row."""
         tokens_M = torch.empty(len(hidden_MD), dtype=torch.int32, device=self._device)
         logprobs_M = self._logprobs(hidden_MD, keys_M, positions_M, temperature, tokens_M, output=DRAWS)
         return tokens_M, logprobs_M
@@ -297,7 +304,7 @@ class HeadSample:
         operands = struct.pack("6Q4i", *addresses(*pointers), m, self._v, self._d, 0)
         if self._options:
             operands += struct.pack("2f", self._scale, self._softcap or 0.0)
-        self._kernel(tile, output).launch(
+        self._kernel(tile, output, is_by_row(temperature)).launch(
             grid=min(self._num_sms * tile.ctas_per_sm, -(-self._v // CHUNK)),
             block_threads=tile.threads,
             parameters=(weight_map, tensor_map(hidden_MD, tile.tokens, tile.k_block), tiles, operands),
@@ -312,7 +319,8 @@ class HeadSample:
             assert m <= len(self._partials)
             assert keys.dtype == torch.int64 and keys.shape[0] >= m and keys.is_contiguous()
             assert positions.dtype == torch.int32 and positions.shape[0] >= m and positions.is_contiguous()
-            assert temperature.dtype == torch.float32 and temperature.shape == (1,)
+            assert temperature.dtype == torch.float32 and temperature.is_contiguous()
+            assert temperature.shape == (1,) or (temperature.dim() == 1 and len(temperature) >= m)
         return hidden_MD
 
     def _widened(self, hidden_MD: Tensor) -> Tensor:
@@ -338,8 +346,8 @@ class HeadSample:
         finish = struct.pack("10Q4i", *addresses(*pointers), -(-self._v // CHUNK), *sizes)
         self._finish_kernel(step).launch(grid=m, block_threads=512, parameters=(finish,))
 
-    def _compile(self, tile: HeadTile, output: int):
-        defines = {**tile.defines, **self._options, "OUTPUT": output}
+    def _compile(self, tile: HeadTile, output: int, by_row: int):
+        defines = {**tile.defines, **self._options, "OUTPUT": output, "BY_ROW": by_row}
         return compiled(
             "head_sample.cu", "head_sample", self._device, defines, shared_bytes=tile.shared_bytes
         )

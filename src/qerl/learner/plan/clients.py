@@ -1,8 +1,8 @@
 """The memory of the adapters of `qerl tinker`'s training clients beside one base, of n weights each.
 
     masters    4 n, moments 8 n, gradients 4 n: of each client on the device (--device-adapters)
-    by row     what samples in one decode step: in 2 bytes A and B of up to --shared-adapters, again side by
-               side for prefill, and the slots of the decode kernels, one more (engine/decode/group_bank.py)
+    by row     what samples in one decode step, up to --shared-adapters (cost/weights.py), as the KV cache
+               leaves it (engine/cache/budget.py)
 
 The place in the decoder that clients take in turn has masters, copies and gradients too, as a run's adapter
 has, but no moments. tests/learner/test_plan_clients.py compares each part with what the server holds.
@@ -12,9 +12,8 @@ import dataclasses
 
 from qerl.config import RunConfig
 from qerl.config.options import SHARED_ADAPTERS
-from qerl.cost.weights import num_trained_weights
+from qerl.cost.weights import num_trained_weights, row_adapter_bytes
 from qerl.errors import require
-from qerl.kernels.tiles.row_slots import slot_rank
 from qerl.learner.plan.memory import MemoryPart, form_of
 from qerl.models.architecture import Architecture
 
@@ -27,8 +26,9 @@ def with_clients(
     """Return the parts of a run with those of this many clients' adapters, all on the device and sampling."""
     require(config.adapter.kind == "lora", "adapters: clients of one base have LoRA adapters")
     n, size = num_trained_weights(a, config.adapter), form_of(config).element_bytes
-    slot = num_trained_weights(a, dataclasses.replace(config.adapter, rank=slot_rank(config.adapter.rank)))
-    by_row = 2 * size * n * min(num_adapters, SHARED_ADAPTERS) + size * slot * (SHARED_ADAPTERS + 1)
+    limits = {"max_rank": config.adapter.rank, "max_adapters": SHARED_ADAPTERS}
+    widths = num_trained_weights(a, dataclasses.replace(config.adapter, rank=1))
+    by_row = row_adapter_bytes(widths, size, num_adapters=min(num_adapters, SHARED_ADAPTERS), **limits)
     return [
         *(part for part in parts if part.name != _MOMENTS),
         MemoryPart("clients' masters", 4 * n * num_adapters, "always"),
