@@ -1,10 +1,13 @@
 """Stop tokens of requests in a live batch, on the device where all rows share them, and on the host."""
 
+import dataclasses
+
 import pytest
 
 from engine.parts import VOCABULARY, engine_of, prompts_of
 from models.tiny import tiny
 from qerl.engine.decode.runner import DecodeRunner
+from qerl.engine.generation import StoppingCriteria
 from qerl.engine.live_batch import LiveRequest
 from qerl.types import Sampling
 
@@ -23,7 +26,7 @@ def decoder():
     return tiny()
 
 
-def sampled(decoder, stops, *, is_streamed=True, num_samples=2, join_late=True):
+def sampled(decoder, stops, *, num_samples=2, join_late=True, **options):
     """The samples by (request, sample), and how many tokens each request was told of."""
     engine = engine_of(decoder, stop_token_ids=frozenset(), decode_steps_per_sync=4)
     found, told = {}, [0] * len(LENGTHS)
@@ -35,7 +38,7 @@ def sampled(decoder, stops, *, is_streamed=True, num_samples=2, join_late=True):
                 if ended is not None:
                     found[i, index] = ended
 
-            how = {"stop_token_ids": ids, "num_samples": num_samples, "is_streamed": is_streamed}
+            how = {"stop_token_ids": ids, "num_samples": num_samples, **options}
             batch.add(
                 LiveRequest(prompt=prompt, sampling=Sampling(max_tokens=MAX_TOKENS), on_token=on_token, **how)
             )
@@ -67,6 +70,15 @@ def test_a_sample_ends_with_the_first_stop_token_of_its_request(mix, is_streamed
     assert any(sample.finish == "stop" for sample in found.values())
     lengths = [sum(len(found[i, index].tokens_T) for index in range(2)) for i in range(len(LENGTHS))]
     assert told == (lengths if is_streamed else [2] * len(LENGTHS))
+
+
+def test_a_sample_that_nobody_reads_is_not_detokenized(decoder, monkeypatch):
+    stops = [COMMON] * 5
+    with_text, _ = sampled(decoder, stops)
+    monkeypatch.setattr(StoppingCriteria, "text", lambda *_: pytest.fail("a text was made"))
+    without, _ = sampled(decoder, stops, has_text=False)
+    assert any(sample.text for sample in with_text.values())
+    assert without == {key: dataclasses.replace(sample, text="") for key, sample in with_text.items()}
 
 
 def test_the_batch_is_rebuilt_while_a_burst_runs_only_where_the_device_ends_samples(decoder, monkeypatch):

@@ -33,6 +33,8 @@ class LiveRequest:
     """Called with (sample index, newest token, the sample if that token ended it)."""
     is_streamed: bool = True
     """True if on_token is called for every token; else for the last of each sample, which costs less."""
+    has_text: bool = True
+    """False if nobody reads Sample.text, which is empty then: a long one takes a millisecond."""
     on_failure: Callable[[Exception], None] | None = None
     """Called if a sample or on_token fails, while the other requests go on; None: the step raises it."""
     constraint: Callable[[], TokenConstraint] | None = None
@@ -75,7 +77,7 @@ class LiveBatch:
         make_generation: Callable[[LiveCallbacks], Generation],
         new_group: Callable[[int, Prompt, int, int], LiveGroup],
         stopping: Callable[[tuple[str, ...]], StoppingCriteria],
-        to_sample: Callable[[LiveSample, StoppingCriteria], Sample],
+        to_sample: Callable[[LiveSample, StoppingCriteria | None], Sample],
         logits: Callable[[Tensor], Tensor],
         *,
         max_positions: int,
@@ -174,5 +176,6 @@ class LiveBatch:
         token = TokenLogprob(s.tokens_T[-1], s.logprobs_T[-1], s.top_logprobs)
         if s.finish is not None and live.request.is_learned:
             self.generation.keep_routes(s)
-        ended = None if s.finish is None else self._to_sample(s, live.stopping)
+        stopping = live.stopping if live.request.has_text else None
+        ended = None if s.finish is None else self._to_sample(s, stopping)
         live.request.on_token(s.sample_index, token, ended)

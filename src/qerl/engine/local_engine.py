@@ -325,13 +325,14 @@ class LocalEngine(abc.ABC):
 
         return call
 
-    def _to_sample(self, s: LiveSample, stopping: StoppingCriteria) -> Sample:
+    def _to_sample(self, s: LiveSample, stopping: StoppingCriteria | None) -> Sample:
+        """stopping None: without its text."""
         assert s.finish is not None
         tokens_T = s.all_tokens_T
         return Sample(
             tokens_T=tokens_T,
             logprobs_T=s.all_logprobs_T,
-            text=stopping.text(tokens_T),
+            text="" if stopping is None else stopping.text(tokens_T),
             finish=s.finish,
             version=self.version,
             environment_spans=tuple(s.environment_spans),

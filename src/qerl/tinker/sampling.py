@@ -67,6 +67,7 @@ class _Collected:
             sampling=work.sampling,
             on_token=self._on_token,
             is_streamed=work.num_top > 0,
+            has_text=False,
             on_failure=job.fail,
             stop_token_ids=work.stop_token_ids,
             num_top_logprobs=work.num_top,
