@@ -122,6 +122,15 @@ def test_the_built_in_model_is_found_and_read():
     assert locate(str(source.path)) == source
 
 
+def test_a_name_beside_folders_of_runs_is_not_asked_of_the_hub(tmp_path, hub, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sums").mkdir(parents=True)
+    (tmp_path / "runs" / "sums" / "run.json").touch()
+    assert refusal("runs/sum") == "runs/sum: no such folder among these runs; did you mean runs/sums?"
+    assert hub.asked is None
+    assert "cannot be downloaded from the hub" in refusal("run/sums")
+
+
 def test_a_damaged_cache_is_not_taken_and_the_failed_download_says_what_was_tried(
     tmp_path, hub, monkeypatch, capsys
 ):
