@@ -184,7 +184,7 @@ def load_fp32_base(config: RunConfig, device: torch.device) -> Decoder:
             compute=torch.float32,
             device=device,
             resident=False,
-            scales=SCALES[model.scales],
+            scales=SCALES[model.block_scales],
             report=report,
         )
 
