@@ -41,7 +41,7 @@ test: .venv/installed-test
 test-gpu:
 	$(PYTHON) -m pytest -q -m gpu $(shell grep -rlE '\bgpu\b' tests)
 
-# Fetch SmolLM2-135M-Instruct (98 MB, once) into $QERL_CACHE, by default ~/.cache/qerl.
+# Fetch SmolLM2-135M-Instruct (93 MB, once) into $QERL_CACHE, by default ~/.cache/qerl.
 model: .venv/installed
 	$(BIN)/python -c "from qerl.models.checkpoint.source import BUILT_IN, locate; print(locate(BUILT_IN).path)"
 

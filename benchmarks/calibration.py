@@ -12,7 +12,7 @@ An arm is parts joined by "+". The first says what is rounded, the others change
     fp32                layers run in float32, not in model.dtype, on a GPU bf16
     nvfp4               on samples of the model that is rounded by `mse`, not of the float model
 
-`gptq` alone has the settings of a run with model.scales mse. Each arm prints a line of JSON: KL to the float
+`gptq` alone has the settings of a run. Each arm prints a line of JSON: KL to the float
 weights in nats a token and top-1 agreement, on held-out questions (`kl`; without what all of them begin with)
 and on answers of the float model to them (`answer_kl`), seconds, and peak memory. Further lines have the
 seconds of loading and sampling by part. After max_s no further arm begins.

@@ -87,6 +87,16 @@ def did_you_mean_folder(path: Path) -> str:
     return f"; did you mean {wrong.with_name(matches[0]).joinpath(*rest)}?" if matches else ""
 
 
+def did_you_mean_file(path: Path) -> str:
+    """Like did_you_mean, for a missing file: name a file beside it of a similar name."""
+    try:
+        near = [each.name for each in path.parent.iterdir() if each.is_file()]
+    except OSError:
+        return ""
+    matches = difflib.get_close_matches(path.name, near, n=1)
+    return f"; did you mean {path.with_name(matches[0])}?" if matches else ""
+
+
 def redact(text: str) -> str:
     """Replace keys, tokens and passwords by ***: values of environment variables with such names, passwords
     in URLs, and strings with the form of a well-known service's token."""

@@ -29,6 +29,7 @@ def folder(tmp_path_factory):
     (place / "broken.py").write_text("def score(completions:\n")
     (place / "made.py").write_text("globals()['score'] = print\n")
     (place / "code.csv").write_text("question,solution_code\nx,y\n")
+    (place / "blank.jsonl").touch()
     (place / "empty").mkdir()
     return place
 
@@ -64,9 +65,20 @@ MISTAKES = [
     (("eval", "none"), "none: no such folder or file"),
     (("eval", "owner/name", "none.jsonl"), "none.jsonl: no such file"),
     (("eval", "owner/name", "gsm8k=none.csv"), "none.csv: no such file"),
+    (("eval", "owner/name", "sums.jsonl", "--reward", "numerc"), "did you mean numeric?"),
+    (("eval", "owner/name", "sums.jsonl", "--reward", "evn.py:even"), "no such file; did you mean even.py?"),
     (("generate", "./none", "hello"), "./none: no such folder or file"),
     (("quantize", "./none", "out"), "./none: no such folder or file"),
     (("data", "none.jsonl"), "none.jsonl: no such file"),
+    (("data", "sums.jsnl"), "sums.jsnl: no such file; a file of rows ends in .jsonl, .json, .parquet, .csv"),
+    (("data", "blank.jsonl"), "blank.jsonl: has no rows"),
+    (("train", "--task", "sum.jsonl", "--reward=numeric"), "no such file; did you mean sums.jsonl?"),
+    (
+        ("sft", "--data", "code.csv"),
+        "solution_code. Rename two of them, for example to question and",
+    ),
+    (("sft", "sums.jsonl"), "sft takes its rows by --data: qerl sft --data sums.jsonl"),
+    (("dpo", "sums.jsonl"), "dpo takes its rows by --data: qerl dpo --data sums.jsonl"),
 ]
 
 

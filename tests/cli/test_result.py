@@ -2,10 +2,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from qerl.cli.export import usage_lines
 from qerl.cli.result import print_result, result_lines, take_flag
-from qerl.config import AdapterConfig
 from qerl.config.options import ExportOptions
 from qerl.tracking.metric_text import plain_line
 
@@ -64,6 +65,16 @@ def test_the_step_s_line_has_accuracy_only_where_it_differs_from_the_reward():
     assert "accuracy 0.25" in plain_line(metrics | {"accuracy": 0.25}, steps_done=1, num_steps=2, left_s=None)
 
 
+def write_adapter(folder, **entries):
+    """Write an adapter of two linears of one layer, and of its experts if they have target_parameters."""
+    folder.mkdir()
+    names = [f"base_model.model.model.layers.0.self_attn.{each}" for each in ("q_proj", "k_proj")]
+    tensors = {f"{name}.lora_{side}.weight": torch.zeros(1, 1) for name in names for side in "AB"}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16.0} | entries))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("form", "said"),
     [
@@ -74,26 +85,37 @@ def test_the_step_s_line_has_accuracy_only_where_it_differs_from_the_reward():
     ],
 )
 def test_an_export_says_what_it_wrote_and_how_it_is_used(tmp_path, form, said):
-    out = tmp_path / "out"
-    out.mkdir()
+    out = write_adapter(tmp_path / "out", rank_pattern={"q_proj": 48}, alpha_pattern={"q_proj": 96.0})
     (out / "weights").write_bytes(bytes(2_500_000))
-    patterns = {"rank_pattern": (("q_proj", 48),), "alpha_pattern": (("q_proj", 96.0),)}
-    adapter = AdapterConfig(rank=8, alpha=16.0, **patterns)
-    lines = usage_lines(ExportOptions(run=Path("run"), out=out, form=form), "owner/base", adapter)
+    lines = usage_lines(ExportOptions(run=Path("run"), out=out, form=form), "owner/base")
     assert "2.5 MB" in lines[0] and str(out) in lines[0]
     assert any(said.replace("OUT", str(out)) in line for line in lines)
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "entries",
     [
-        {"rank_pattern": (("q_proj", 48),)},
-        {"alpha_pattern": (("q_proj", 32.0),)},
-        {"rank_pattern": (("q_proj", 32),), "alpha_pattern": (("q_proj", 64.0),), "use_rslora": True},
-        {"experts": "per_expert", "expert_rank": 4},
+        {"rank_pattern": {"q_proj": 48}},
+        {"alpha_pattern": {"q_proj": 32.0}},
+        {"rank_pattern": {"q_proj": 32}, "alpha_pattern": {"q_proj": 64.0}, "use_rslora": True},
+        {"rank_pattern": {"mlp.experts.down_proj": 4}, "target_parameters": ["mlp.experts.down_proj"]},
+        {"rank_pattern": {".*_proj": 4}},  # every module has one factor, which is not lora_alpha / r
+        {"rank_pattern": {"q_proj": 4, ".*": 8}, "alpha_pattern": {"k_proj": 8.0}},
     ],
 )
-def test_an_adapter_of_several_factors_is_not_offered_to_vllm(tmp_path, fields):
-    adapter = AdapterConfig(rank=8, alpha=16.0, **fields)
-    options = ExportOptions(run=Path("run"), out=tmp_path, form="peft")
-    assert usage_lines(options, "owner/base", adapter)[-1].startswith("  vLLM   vLLM computes something else")
+def test_an_adapter_of_several_factors_is_not_offered_to_vllm(tmp_path, entries):
+    options = ExportOptions(run=Path("run"), out=write_adapter(tmp_path / "out", **entries), form="peft")
+    assert usage_lines(options, "owner/base")[-1].startswith("  vLLM   vLLM computes something else")
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 8.0}},
+        {"rank_pattern": {"q_proj": 4, ".*_proj": 16}, "alpha_pattern": {"k_proj": 32.0, ".*": 8.0}},
+        {"rank_pattern": {"v_proj": 4}},  # of no module of the adapter
+    ],
+)
+def test_patterns_are_compared_by_the_modules_that_they_match(tmp_path, entries):
+    options = ExportOptions(run=Path("run"), out=write_adapter(tmp_path / "out", **entries), form="peft")
+    assert usage_lines(options, "owner/base")[-1].startswith("  vLLM   vllm serve owner/base --enable-lora")

@@ -25,7 +25,6 @@ def without(config, name):
 
 
 LATER = [
-    "model.scales",
     "seed",
     "samples",
     "noise.control",
@@ -49,6 +48,11 @@ def test_a_record_without_a_field_has_its_default(tmp_path, name):
     file.write_text(json.dumps({"config": old}))
     assert read_config_file(file) == RunConfig()
     assert not changes(with_defaults(old), recorded()) and list(with_defaults(old))[: len(old)] == list(old)
+
+
+def test_a_record_without_scales_has_plain_ones(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"config": without(recorded(), "model.scales")}))
+    assert read_config_file(tmp_path / "run.json").model.scales == "plain"
 
 
 def test_an_older_run_goes_on_with_the_default_and_nothing_else(tmp_path):

@@ -49,7 +49,7 @@ def decoder_of(config):
         compute=torch.float32,
         device=torch.device("cpu"),
         resident=False,
-        scales=SCALES[model.scales],
+        scales=SCALES[model.block_scales],
     )
 
 
@@ -148,7 +148,7 @@ def test_peft_loads_the_adapter_with_our_logits(tmp_path, family):
 
 def test_peft_loads_the_adapter_over_a_quantized_checkpoint(tmp_path):
     _, config, decoder = run_of(tmp_path)
-    write_quantized(config.model.path, tmp_path / "packed", scales=SCALES[config.model.scales])
+    write_quantized(config.model.path, tmp_path / "packed", scales=SCALES[config.model.block_scales])
     model = peft.PeftModel.from_pretrained(
         decompressed(tmp_path / "packed", config), exported(tmp_path, config, "peft")
     )

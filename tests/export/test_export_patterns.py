@@ -17,7 +17,7 @@ from qerl.config import AdapterConfig
 from qerl.cost.weights import num_trained_weights
 from qerl.engine.decode.linears import LinearGroup
 from qerl.errors import UserError
-from qerl.export.adapter_card import NOT_IN_VLLM, WHOLE_NOT_IN_VLLM, vllm_obstacle
+from qerl.export.adapter_card import NOT_IN_VLLM, WHOLE_NOT_IN_VLLM, read_written_adapter, vllm_obstacle
 from qerl.formats import BF16
 from qerl.models.linear import QuantLinear
 from qerl.models.peft.adapter import adapted_linears, adapter_tensors, add_adapter, load_adapter
@@ -33,6 +33,9 @@ ADAPTERS = {
     ),
     "norms": AdapterConfig(rank=4, train_norms=True),
     "ranks": AdapterConfig(rank=4, rank_pattern=(("o_proj", 2), (r"layers\.1\..*down_proj", 7))),
+    "patterns of one factor, spelled in two ways": AdapterConfig(
+        rank=4, alpha=8.0, rank_pattern=(("o_proj", 2),), alpha_pattern=((r"layers\.\d+\..*o_proj", 4.0),)
+    ),
     "ranks and alphas with rsLoRA": AdapterConfig(
         rank=4,
         alpha=3.0,
@@ -76,7 +79,7 @@ def test_peft_loads_it_with_our_logits_and_it_is_read_again(name, family, tmp_pa
         factors == pytest.approx([factor] * len(factors)),
     )
     expected = WHOLE_NOT_IN_VLLM if is_whole else None if is_even else NOT_IN_VLLM
-    assert vllm_obstacle(described) == expected
+    assert vllm_obstacle(read_written_adapter(out)) == expected
     card = (out / "README.md").read_text()
     assert [text in card for text in (WHOLE_NOT_IN_VLLM, NOT_IN_VLLM)] == [is_whole, expected == NOT_IN_VLLM]
     masters = adapter_tensors(decoder)

@@ -31,7 +31,7 @@ ROOMS = {  # inside a package a folder imports from itself and from folders furt
     "kernels": "runtime < pointwise < tiles, attention < linear, head, delta_net < experts",
     "tasks": "call_forms, code, judges < rows",
     "engine": "schedule < cache, sampling < prefill < decode",
-    "models": "families < checkpoint < transformers_backend < peft < quantize",
+    "models": "families < checkpoint, packed < transformers_backend < peft < quantize",
     "training": "engines < rollouts",
 }
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60

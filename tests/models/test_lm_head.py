@@ -22,7 +22,7 @@ from qerl.learner import Learner
 from qerl.models import lm_head as op
 from qerl.models.checkpoint.source import locate
 from qerl.models.loader import build_decoder
-from qerl.models.packed_linear import PackedNVFP4
+from qerl.models.packed.packed_linear import PackedNVFP4
 from qerl.models.packed_writer import write_quantized
 from qerl.models.random_weights import random_decoder
 from qerl.types import Group

@@ -18,7 +18,7 @@ from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.checkpoint.source import BUILT_IN, locate
 from qerl.models.checkpoint.tokenizer import load_tokenizer
 from qerl.models.loader import build_decoder
-from qerl.models.packed_linear import PackedNVFP4, tiles_of
+from qerl.models.packed.packed_linear import PackedNVFP4, tiles_of
 from qerl.models.packed_writer import write_quantized
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])

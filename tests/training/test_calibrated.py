@@ -78,10 +78,11 @@ def test_a_second_run_with_the_same_settings_takes_the_cached_model(merged, tmp_
     monkeypatch.setattr(training.calibrated, "requantize", None)
     second, notices = calibrated(config, path, tmp_path / "b")
     assert second == first
-    assert notices[0].startswith(
+    assert notices[0] == said[0] == "model.calibrate gptq: block scales plain (model.scales)"
+    assert notices[1].startswith(
         "model.calibrate gptq: cached by a run with the same settings, where it took "
     )
-    assert notices[1:] == [line for line in said if "KL to the float weights" in line]
+    assert notices[2:] == [line for line in said if "KL to the float weights" in line]
     moved = shutil.copytree(path, tmp_path / "moved")
     third, _ = calibrated(config, moved, tmp_path / "c")
     assert json.loads(third.pop(NOTE))["model"] == str(moved)
@@ -90,6 +91,22 @@ def test_a_second_run_with_the_same_settings_takes_the_cached_model(merged, tmp_
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "another"))
     again, _ = calibrated(config, path, tmp_path / "d")
     assert all(again[name] == first[name] for name in first if name != NOTE)  # by seed, not by chance
+
+
+def test_scales_are_mse_unless_they_are_set(merged, tmp_path, monkeypatch):
+    config, path = merged
+    assert ModelConfig().block_scales == QuantizeOptions(model="m", out=tmp_path).block_scales == "plain"
+    assert resolve_device(ModelConfig(calibrate="auto")).scales == "mse"
+    assert ModelConfig(calibrate="gptq", scales="plain").block_scales == "plain"
+    config = with_fields(config, "model", scales="auto")  # the record of a run has what auto was
+    first, said = calibrated(config, path, tmp_path / "a")
+    assert said[0] == "model.calibrate gptq: block scales mse (model.scales)"
+    monkeypatch.setattr(training.calibrated, "requantize", None)
+    second, _ = calibrated(with_fields(config, "model", scales="mse"), path, tmp_path / "b")
+    assert second == first
+    monkeypatch.undo()
+    plain, _ = calibrated(with_fields(config, "model", scales="plain"), path, tmp_path / "c")
+    assert plain["model.safetensors"] != first["model.safetensors"]
 
 
 def with_other_bytes(folder):
@@ -146,10 +163,10 @@ def test_a_damaged_entry_of_the_cache_is_named_and_made_again(merged, tmp_path, 
     if damage == "manifest":
         entry.with_suffix(".json").write_text("{")
     second, notices = calibrated(config, path, tmp_path / "b")
-    assert str(entry) in notices[0] and notices[0].endswith("; calibrating again")
+    assert str(entry) in notices[1] and notices[1].endswith("; calibrating again")
     assert all(second[name] == first[name] for name in first if name != NOTE)
     _, notices = calibrated(config, path, tmp_path / "c")
-    assert "cached by a run" in notices[0]
+    assert "cached by a run" in notices[1]
 
 
 def test_a_cache_that_cannot_be_written_is_a_notice(merged, tmp_path, cache):

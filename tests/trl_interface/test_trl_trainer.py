@@ -22,6 +22,7 @@ import tiny_run
 from qerl.config import ModelConfig, RunConfig
 from qerl.errors import UserError
 from qerl.trl import GRPOConfig, GRPOTrainer
+from qerl.trl.hub import model_card
 
 OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
@@ -375,6 +376,13 @@ def test_the_adapter_is_pushed_with_a_card_and_nothing_else_of_the_run(model, tm
         b'datasets: ["org/sums"]' in files["README.md"]
         and b'tags: ["math", "grpo", "qerl"]' in files["README.md"]
     )
+
+
+def test_the_card_of_a_model_whose_weights_were_trained_speaks_of_no_adapter():
+    facts = {"base_model": "o/m", "dataset": None, "method": "GRPO", "tags": []}
+    whole, adapter = (model_card("name", **facts, base=base) for base in (None, "## Base\n"))
+    assert 'library_name: "transformers"' in whole and "adapter" not in whole
+    assert 'library_name: "peft"' in adapter and "A LoRA adapter for o/m" in adapter
 
 
 def tensors_of(folder):

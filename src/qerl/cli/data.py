@@ -68,9 +68,9 @@ def run(arguments: list[str]) -> None:
     options = parse_options(DataOptions, arguments, f"data {names[0]}", DataOptions(), DESCRIPTION)
     announce(f"data {names[0]}, tokens of {options.model}", sys.stderr if options.json else sys.stdout)
     from qerl.models.checkpoint.model_place import check_place
-    from qerl.tasks.rows.table import check_file
+    from qerl.tasks.early_checks import check_rows_file
 
-    check_file("", names[0])
+    check_rows_file(names[0])
     check_place(options.model)
     from qerl.models.checkpoint.source import locate
     from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids

@@ -15,6 +15,7 @@ from qerl.config.stored import read_run_config, with_start_day
 from qerl.errors import UserError, require
 from qerl.eval.catalog import BENCHMARKS, is_rows_file, parse_benchmarks
 from qerl.models.checkpoint.model_place import check_place
+from qerl.tasks.early_checks import check_task_files
 from qerl.tasks.rows.known_sets import with_known_defaults
 from qerl.tasks.rows.table import check_file
 
@@ -106,8 +107,8 @@ def run(arguments: list[str]) -> None:
     file_tasks = own_tasks(files, options)
     for task in [*benchmarks.values(), *file_tasks.values()]:
         check_file("", task.name)
-    if config is None:
-        file_tasks = _with_known(file_tasks, keeps_rewards="--task.rewards" in task_options)
+    keeps_rewards = "--task.rewards" in task_options
+    file_tasks = _checked(file_tasks, has_known=config is None, keeps_rewards=keeps_rewards)
     from rich.console import Console
 
     from qerl.eval.run import run_benchmarks
@@ -116,12 +117,18 @@ def run(arguments: list[str]) -> None:
         print(json.dumps(rounded(result)))
 
 
-def _with_known(tasks: dict[str, TaskConfig], *, keeps_rewards: bool) -> dict[str, TaskConfig]:
-    """Return the tasks with the template and the reward of the data sets whose files they are."""
-    notice = partial(announce, file=sys.stderr)
-    return {
-        name: with_known_defaults(task, notice, keeps_rewards=keeps_rewards) for name, task in tasks.items()
-    }
+def _checked(tasks: dict[str, TaskConfig], *, has_known: bool, keeps_rewards: bool) -> dict[str, TaskConfig]:
+    """Return the tasks, with the template and the reward of the data sets whose files they are if has_known.
+    Raise UserError for a mistake in a file's columns or in a reward, before torch is imported."""
+    if has_known:
+        notice = partial(announce, file=sys.stderr)
+        tasks = {
+            name: with_known_defaults(task, notice, keeps_rewards=keeps_rewards)
+            for name, task in tasks.items()
+        }
+    for task in tasks.values():
+        check_task_files(task)
+    return tasks
 
 
 def own_tasks(files: list[str], options: EvalOptions) -> dict[str, TaskConfig]:

@@ -4,7 +4,6 @@ import shlex
 import sys
 
 from qerl.cli.arguments import announce, parse_options
-from qerl.config import AdapterConfig
 from qerl.config.options import ExportOptions
 from qerl.config.stored import read_config_file
 from qerl.errors import UserError, did_you_mean_folder
@@ -26,7 +25,7 @@ def run(arguments: list[str]) -> None:
     check_output_folder(options.out)
     repo = options.push_to_hub and create_repo(options.push_to_hub, is_public=options.public)
     export(config, options)
-    for line in usage_lines(options, base_name(config.model.path), config.adapter):
+    for line in usage_lines(options, base_name(config.model.path)):
         print(line, file=sys.stderr)
     if repo:
         announce(f"uploading {options.out} to {repo}", sys.stderr)
@@ -34,20 +33,20 @@ def run(arguments: list[str]) -> None:
     print(options.out)
 
 
-def usage_lines(options: ExportOptions, base: str, adapter: AdapterConfig) -> list[str]:
+def usage_lines(options: ExportOptions, base: str) -> list[str]:
     """Return what was written, and how other programs use it."""
     size_mb = sum(file.stat().st_size for file in options.out.iterdir() if file.is_file()) / 1e6
     out = shlex.quote(str(options.out))
     kind = "a PEFT adapter" if options.form == "peft" else f"a model ({options.form})"
     lines = [f"wrote {kind}, {size_mb:,.1f} MB, to {out}"]
     if options.form == "peft":
-        from qerl.export.adapter_card import entries_of, vllm_obstacle, vllm_options
+        from qerl.export.adapter_card import read_written_adapter, vllm_obstacle, vllm_options
 
         load = f'AutoModelForCausalLM.from_pretrained("{base}")'
-        entries = entries_of(adapter)
-        obstacle = vllm_obstacle(entries)
+        adapter = read_written_adapter(options.out)
+        obstacle = vllm_obstacle(adapter)
         served = f"--lora-modules {shlex.quote(options.out.name)}={out}"
-        serve = obstacle or f"vllm serve {shlex.quote(base)} {vllm_options(entries)} {served}"
+        serve = obstacle or f"vllm serve {shlex.quote(base)} {vllm_options(adapter)} {served}"
         return [
             *lines,
             f'  PEFT   PeftModel.from_pretrained({load}, "{options.out}")',

@@ -1,6 +1,7 @@
 """Fine-tune a model on chats, completions or texts, with or without RL after it."""
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import tyro
@@ -123,6 +124,8 @@ def parse_rows_options(
     they name no rows."""
     if wants_help(arguments):
         parse_options(kind, arguments, command, help=help)
+    if arguments and Path(arguments[0]).suffix and not arguments[0].startswith("-"):
+        raise UserError(f"{command} takes its rows by --data: qerl {command} --data {arguments[0]}")
     as_json, arguments = take_flag(arguments, "--json")
     adapter, arguments = take_init_adapter(arguments)
     default = kind() if adapter is None else kind(adapter=adapter)

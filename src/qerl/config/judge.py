@@ -107,7 +107,8 @@ class JudgeConfig:
     """Number of requests, over all runs with this judge and cache, after which samples get no reward."""
 
     max_cost: float | None = None
-    """Cost of these requests, in the unit of the prices, after which samples get no reward."""
+    """Cost of these requests, in the unit of the prices, that is not exceeded: samples get no reward where
+    a request may cost more than is left."""
 
     price_per_million_input: float = 0.0
     """Price of a million tokens of the judge's prompts."""

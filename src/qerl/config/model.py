@@ -27,9 +27,10 @@ class ModelConfig:
     """Format of the frozen linear weights. A checkpoint that is already NVFP4 is loaded as it is. fp8-flow:
     FP8 weights whose inputs are quantized to FP8 too, in sampling and in learning."""
 
-    scales: Literal["plain", "mse"] = "plain"
+    scales: Literal["auto", "plain", "mse"] = "auto"
     """Choice of the block scales where float weights are quantized to nvfp4 or mxfp4. plain: map the largest
-    weight of a block to the largest code. mse: pick the candidate with the least squared error."""
+    weight of a block to the largest code. mse: pick the candidate with the least squared error. auto: mse
+    with model.calibrate, else plain."""
 
     calibrate: Literal["none", "gptq", "auto"] = "none"
     """gptq: before training, choose the NVFP4 codes of a float checkpoint so that each layer's outputs on the
@@ -59,6 +60,13 @@ class ModelConfig:
 
     def __post_init__(self):
         check_conflicts(self, "model")
+
+    @property
+    def block_scales(self) -> Literal["plain", "mse"]:
+        """model.scales, with auto replaced."""
+        if self.scales != "auto":
+            return self.scales
+        return "plain" if self.calibrate == "none" else "mse"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,9 +67,10 @@ class QuantizeOptions:
     format: Literal["nvfp4", "mxfp4"] = "nvfp4"
     """Format of the weights."""
 
-    scales: Literal["plain", "mse"] = "plain"
+    scales: Literal["auto", "plain", "mse"] = "auto"
     """Choice of the block scales. plain: map the largest weight of a block to the largest code. mse: pick
-    the candidate with the least squared error; with gptq weighted by the inputs."""
+    the candidate with the least squared error; with gptq weighted by the inputs. auto: mse with gptq, else
+    plain."""
 
     calibrate: Literal["none", "awq", "gptq"] = "none"
     """awq: first scale up the channels with large inputs and scale down the preceding norm or linear. gptq:
@@ -102,6 +103,13 @@ class QuantizeOptions:
             raise UserError("quantize: --calibrate gptq needs --format nvfp4")
         acts = not self.keep_bf16 or self.calibrate == "none"
         require(acts, f"quantize: --keep-bf16 needs --calibrate none, got {self.calibrate}")
+
+    @property
+    def block_scales(self) -> Literal["plain", "mse"]:
+        """--scales, with auto replaced."""
+        if self.scales != "auto":
+            return self.scales
+        return "mse" if self.calibrate == "gptq" else "plain"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,8 +54,11 @@ def with_start_day(config: RunConfig, run: Path) -> RunConfig:
 def with_defaults(config: Any) -> Any:
     """Return a recorded config with the defaults of fields that were added later, which do what a run did
     before there was the field; what is no config stays."""
-    is_config = isinstance(config, dict) and isinstance(config.get("model"), dict)
-    return _completed(dataclasses.asdict(RunConfig()), config) if is_config else config
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        return config
+    defaults = dataclasses.asdict(RunConfig())
+    defaults["model"]["scales"] = "plain"  # before there was another choice
+    return _completed(defaults, config)
 
 
 def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The bytes of unpacked operands: one layer's, those of all layers that an update keeps, and 8-bit codes.
 
 Rows of an operand end with the adapter's columns. BF16 weights computed in bf16 are their own operands; they
-hold b behind their rows, with zeros between the linears of a group (models/fused_weights.py). Experts are
-unpacked into the learner's buffer (kernels/experts/expert_product.py), or one at a time.
+hold b behind their rows, with zeros between the linears of a group (models/packed/fused_weights.py). Experts
+are unpacked into the learner's buffer (kernels/experts/expert_product.py), or one at a time.
 """
 
 from qerl.config import LearnConfig

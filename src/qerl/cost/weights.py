@@ -36,7 +36,7 @@ from qerl.models.peft.peft_selection import adapter_of, linear_names
 PASSES = {"none": 2, "layer": 3, "offload": 3}
 """Number of times that an update multiplies by a weight, by learn.gradient_checkpointing: forwards, for the
 gradient of its inputs, and forwards again. Frozen weights have no gradient of their own."""
-_TILE_BYTES = 0.5625  # of a weight in 4 bits (models/packed_linear.py)
+_TILE_BYTES = 0.5625  # of a weight in 4 bits (models/packed/packed_linear.py)
 
 
 def counted_groups(a: Architecture) -> list[tuple[LinearGroupSpec, int]]:

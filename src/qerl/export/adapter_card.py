@@ -7,15 +7,19 @@ adapter was trained on others.
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from qerl.config import AdapterConfig, ModelConfig
+from qerl.config import ModelConfig
 from qerl.errors import UserError
 from qerl.models.checkpoint.layouts.compressed_tensors import WRITTEN
+from qerl.models.checkpoint.model_folder import read_json
 from qerl.models.checkpoint.source import ModelSource, base_name, fitting_weight, locate
 from qerl.models.checkpoint.state_dict import architecture_of, linear_groups
+from qerl.models.peft.peft_names import PEFT_PREFIX
+from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG, linears_of, tensor_names
+from qerl.models.peft.peft_selection import pattern_value
 from qerl.models.transformers_backend.backend import backend_of
 
 _PACKED = """
@@ -42,43 +46,53 @@ NOT_IN_VLLM = (
 WHOLE_NOT_IN_VLLM = "vLLM has no modules_to_save: export the run with --as merged"
 
 
-def vllm_obstacle(adapter: Mapping[str, Any]) -> str | None:
-    """Return why vLLM cannot serve an adapter with these entries of adapter_config.json: it has no
-    modules_to_save, and its PEFTHelper reads r, lora_alpha and use_rslora alone (vllm/lora/peft_helper.py,
-    lora_weights.py)."""
-    if adapter.get("modules_to_save"):
+class WrittenAdapter(NamedTuple):
+    """WrittenAdapter({"r": 8, "lora_alpha": 16.0, "rank_pattern": {}}, ["model.layers.0.mlp.up_proj"])"""
+
+    entries: Mapping[str, Any]
+    """Entries of adapter_config.json."""
+    modules: Sequence[str]
+    """Full names of the linears, and names of the parameters of experts, that have an adapter."""
+
+
+def written_adapter(entries: Mapping[str, Any], tensors: Iterable[str]) -> WrittenAdapter:
+    """Return what adapter_config.json says of these tensors, which have PEFT's names or transformers'."""
+    linears = linears_of(name.removeprefix(PEFT_PREFIX) for name in tensors)
+    experts = entries.get("target_parameters") or ()
+    return WrittenAdapter(entries, [*(linear.names[0] for linear in linears), *experts])
+
+
+def read_written_adapter(folder: Path) -> WrittenAdapter:
+    """Return the adapter that `write_adapter` wrote into the folder."""
+    return written_adapter(read_json(folder / ADAPTER_CONFIG), tensor_names(folder / ADAPTER))
+
+
+def vllm_obstacle(adapter: WrittenAdapter) -> str | None:
+    """Return why vLLM cannot serve this adapter: it has no modules_to_save, and its PEFTHelper scales every
+    module by r, lora_alpha and use_rslora alone (vllm/lora/peft_helper.py, lora_weights.py)."""
+    if adapter.entries.get("modules_to_save"):
         return WHOLE_NOT_IN_VLLM
-    exponent = 0.5 if adapter.get("use_rslora") else 1.0
+    exponent = 0.5 if adapter.entries.get("use_rslora") else 1.0
     factors = [alpha / rank**exponent for rank, alpha in _ranks_and_alphas(adapter)]
     return None if math.isclose(min(factors), max(factors)) else NOT_IN_VLLM
 
 
-def vllm_options(adapter: Mapping[str, Any]) -> str:
-    """Return vLLM's options for an adapter with these entries, with the least value of --max-lora-rank that
-    fits."""
+def vllm_options(adapter: WrittenAdapter) -> str:
+    """Return vLLM's options for the adapter, with the least value of --max-lora-rank that fits."""
     rank = max(rank for rank, _ in _ranks_and_alphas(adapter))
     return f"--enable-lora --max-lora-rank {next((each for each in _VLLM_RANKS if each >= rank), rank)}"
 
 
-def _ranks_and_alphas(adapter: Mapping[str, Any]) -> set[tuple[int, float]]:
-    ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
-    usual = adapter["r"], adapter["lora_alpha"]
-    return {(ranks.get(key, usual[0]), alphas.get(key, usual[1])) for key in {*ranks, *alphas}} | {usual}
+def _ranks_and_alphas(adapter: WrittenAdapter) -> set[tuple[int, float]]:
+    """Return r and lora_alpha, which vLLM takes for every module, and what the patterns give each module."""
+    ranks, alphas = (adapter.entries.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+    rank, alpha = adapter.entries["r"], adapter.entries["lora_alpha"]
+    of_modules = {(pattern_value(ranks, n, rank), pattern_value(alphas, n, alpha)) for n in adapter.modules}
+    return of_modules | {(rank, alpha)}
 
 
-def entries_of(adapter: AdapterConfig) -> dict[str, Any]:
-    """Return the entries of an adapter's adapter_config.json that say what is trained."""
-    of_experts = {} if adapter.experts == "none" else {"experts": adapter.expert_rank}
-    ranks = dict(adapter.rank_pattern) | of_experts
-    numbers = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.use_rslora}
-    patterns = {"rank_pattern": ranks, "alpha_pattern": dict(adapter.alpha_pattern)}
-    whole = [*adapter.modules_to_save, *(["norms"] if adapter.train_norms else [])]
-    return numbers | patterns | {"modules_to_save": whole}
-
-
-def adapter_card(name: str, model: ModelConfig, run: Path | None, adapter: Mapping[str, Any]) -> str:
-    """Return a README.md. run: the folder of the run, None for an adapter without one. adapter: its entries
-    of adapter_config.json."""
+def adapter_card(name: str, model: ModelConfig, run: Path | None, adapter: WrittenAdapter) -> str:
+    """Return a README.md. run: the folder of the run, None for an adapter without one."""
     base = base_name(model.path)
     facts = {"library_name": "peft", "tags": ["qerl"]}
     if not Path(base).exists():
@@ -93,8 +107,8 @@ def card_text(name: str, facts: Mapping[str, Any], text: str) -> str:
     return f"---\n{head}\n---\n\n# {name}\n\n{text}"
 
 
-def base_section(model: ModelConfig, run: Path | None, adapter: Mapping[str, Any]) -> str:
-    """Return the section about the base. adapter: its entries of adapter_config.json."""
+def base_section(model: ModelConfig, run: Path | None, adapter: WrittenAdapter) -> str:
+    """Return the section about the base."""
     base, trained, obstacle = base_name(model.path), trained_on(model), vllm_obstacle(adapter)
     warning = f"\n{obstacle}.\n" if obstacle else ""
     if trained is None:

@@ -30,7 +30,7 @@ def write_transformers_merged(
         compute=torch.float32,
         device=torch.device("cpu"),
         resident=False,
-        scales=SCALES[config.model.scales],
+        scales=SCALES[config.model.block_scales],
     )
     if has_adapter:
         add_adapter(model, config.adapter, seed=config.seed)

@@ -25,7 +25,7 @@ from torch import Tensor
 from qerl.config import ModelConfig, RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import UserError
-from qerl.export.adapter_card import adapter_card, base_commands, trained_on
+from qerl.export.adapter_card import adapter_card, base_commands, trained_on, written_adapter
 from qerl.formats import MXFP4, NVFP4
 from qerl.learner.checkpoint import latest_adapter, latest_described_adapter
 from qerl.models import hf_writer
@@ -95,7 +95,7 @@ def write_adapter(
             hf_writer.write_tokenizer(folder, locate(model.path))
         except UserError as error:  # the base is gone; the adapter is the user's work
             print(f"the adapter is exported without a tokenizer: {error}", file=sys.stderr)
-        card = adapter_card(out.name, model, run, description)
+        card = adapter_card(out.name, model, run, written_adapter(description, adapter))
         (folder / "README.md").write_text(card, errors="backslashreplace")
     if (base := trained_on(model)) is not None:
         how = "".join(f"; `{command}` writes it" for command in base_commands(model, run)[:1])
@@ -184,7 +184,7 @@ def load_fp32_base(config: RunConfig, device: torch.device) -> Decoder:
             compute=torch.float32,
             device=device,
             resident=False,
-            scales=SCALES[model.scales],
+            scales=SCALES[model.block_scales],
             report=report,
         )
 

@@ -42,7 +42,7 @@ from qerl.models.lm_head import LMHead
 from qerl.models.mixture import ExpertLinear, MixtureMLP, Route, RowsByLayer
 from qerl.models.mlp import MLP, linears_of
 from qerl.models.norm import RMSNorm
-from qerl.models.packed_linear import project, project_onto, room, tile_linears
+from qerl.models.packed.packed_linear import project, project_onto, room, tile_linears
 from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_both
 from qerl.models.tiled_experts import ExpertRows, rows_of_gate_up, tile_experts
 

@@ -24,7 +24,7 @@ from qerl.models.linear import FrozenWeight, QuantLinear
 from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.mlp import linears_of
 from qerl.models.norm import RMSNorm
-from qerl.models.packed_linear import project
+from qerl.models.packed.packed_linear import project
 from qerl.types import Tree
 
 Recur = Callable[[int, DeltaInputs], Tensor]

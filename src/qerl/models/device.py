@@ -21,7 +21,8 @@ def resolve_device(config: ModelConfig) -> ModelConfig:
     fast_bf16 = multiplies_bf16(device)
     compute = config.dtype if config.dtype != "auto" else ("bf16" if fast_bf16 else "fp32")
     operand = config.operand if config.operand != "auto" else ("resident" if device == "cpu" else "packed")
-    return dataclasses.replace(config, device=device, dtype=compute, operand=operand)
+    resolved = {"device": device, "dtype": compute, "operand": operand, "scales": config.block_scales}
+    return dataclasses.replace(config, **resolved)
 
 
 def best_kernels(device: torch.device) -> Kernels:

@@ -29,7 +29,7 @@ from qerl.kernels.tiles.nvfp4_decode import TILE_ROWS
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.checkpoint.layouts.rows import cut_rows
 from qerl.models.device import has_tile_kernels
-from qerl.models.packed_linear import PackedNVFP4, tile_group
+from qerl.models.packed.packed_linear import PackedNVFP4, tile_group
 
 # Number of weights unpacked at a time for logits: 134 MB in bfloat16, where 152064 x 3584 of them are 1.1 GB.
 _CHUNK_WEIGHTS = 1 << 26

@@ -22,7 +22,7 @@ from qerl.models.delta_net import GatedDeltaNet
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import LMHead, packed_width
 from qerl.models.mixture import ExpertLinear
-from qerl.models.packed_linear import KINDS, PackedGroup, PackedNVFP4
+from qerl.models.packed.packed_linear import KINDS, PackedGroup, PackedNVFP4
 from qerl.models.peft.adapter import add_adapter
 from qerl.models.tiled_experts import ExpertRows, TiledStack
 

@@ -10,7 +10,7 @@ from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec
 from qerl.models.linear import QuantLinear
 from qerl.models.linear_pass import PLAIN, LinearPass
-from qerl.models.packed_linear import project, project_swiglu, room
+from qerl.models.packed.packed_linear import project, project_swiglu, room
 
 
 def linears_of(group: LinearGroupSpec, compute: torch.dtype, device: torch.device) -> Iterator[QuantLinear]:

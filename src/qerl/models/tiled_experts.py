@@ -23,7 +23,7 @@ from qerl.kernels.tiles import tile_unpack
 from qerl.kernels.tiles.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.mixture import ExpertLinear
-from qerl.models.packed_linear import can_tile, tile_group
+from qerl.models.packed.packed_linear import can_tile, tile_group
 
 
 class ExpertRows(enum.Enum):

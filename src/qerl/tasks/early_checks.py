@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from qerl.config import DpoConfig, SftConfig, TaskConfig
-from qerl.errors import UserError, did_you_mean, require
+from qerl.errors import UserError, did_you_mean, did_you_mean_file, require
 from qerl.tasks.graders import NEED_ANSWER
 from qerl.tasks.reward import REWARDS, check_names_function
 from qerl.tasks.rows.known_sets import open_prompt_rows
@@ -46,6 +46,13 @@ def check_sft_files(config: SftConfig, dpo: DpoConfig) -> None:
         for table in open_rows(tables_of(config)):
             if table is not None:
                 form_of_rows(dpo).check(table, config)
+
+
+def check_rows_file(place: str) -> None:
+    """Raise UserError for a missing file of rows, or one without a row that can be read."""
+    check_file("", place)
+    if _is_small(place):
+        open_rows(TaskConfig(name=place))
 
 
 def check_agent_file(name: str) -> None:
@@ -86,7 +93,7 @@ def _defined(name: str, field: str) -> Iterator[_Function]:
     place, _, attribute = name.rpartition(":")
     if not place.endswith(".py"):
         return
-    require(Path(place).is_file(), f"{field} {name}: no such file")
+    require(Path(place).is_file(), f"{field} {name}: no such file{did_you_mean_file(Path(place))}")
     try:
         tree = ast.parse(Path(place).read_bytes(), place)
     except (SyntaxError, ValueError) as error:

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError, did_you_mean, printable, quantity, require
+from qerl.errors import UserError, did_you_mean, did_you_mean_file, printable, quantity, require
 from qerl.tasks.call_match import calls
 from qerl.tasks.environment import COLUMN, Call, EnvironmentReply, EnvironmentWorker, by_row, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
@@ -393,7 +393,7 @@ def imported(name: str, field: str) -> Callable[..., Any]:
     module_name, _, attribute = name.rpartition(":")
     is_file = module_name.endswith(".py")
     if is_file and not Path(module_name).is_file():
-        raise UserError(f"{field} {name}: no such file")
+        raise UserError(f"{field} {name}: no such file{did_you_mean_file(Path(module_name))}")
     folder = str(Path(module_name).parent.absolute() if is_file else Path.cwd())
     if folder not in sys.path:  # as Python has it for a script, but last: it hides nothing that is installed
         sys.path.append(folder)

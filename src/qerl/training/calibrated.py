@@ -89,6 +89,7 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     settings = {"tokens": max_tokens, "samples": NUM_SAMPLES, "max_sample_tokens": MAX_SAMPLE_TOKENS}
     settings |= {"sweeps": SWEEPS, "damping": FLOAT.damping, "float_share": FLOAT.float_share}
     key = calibration_cache.calibration_key(config, source, prompts, settings)
+    notice(f"{name}: block scales {model.block_scales} (model.scales)")
     if (note := calibration_cache.take(key, base, model.path, notice)) is not None:
         notice(f"{name}: cached by a run with the same settings, where it took {note['seconds']:.0f} s")
         notice(note["line"])
@@ -120,7 +121,7 @@ def _calibrate(
     loaded = LoadedLinears(checkpoint, sampler)
     # In bf16 a GPU takes a third of float32's time, for the same KL.
     decoder = float_decoder(loaded, COMPUTE[model.dtype], model.device, resident=False)
-    settings = dataclasses.replace(FLOAT, select_scales=SCALES[model.scales])
+    settings = dataclasses.replace(FLOAT, select_scales=SCALES[model.block_scales])
     requantize(decoder, rows, settings, notice=_progress(name, notice))
     end_s = time.perf_counter()
     notice(

@@ -38,6 +38,7 @@ def calibration_key(
     """Return the name of what this calibration makes. prompts: tokens, in the order in which they are
     sampled, as many as may be used; settings: of the samples and of GPTQ."""
     model = {name: value for name, value in asdict(config.model).items() if name not in _WITHOUT_EFFECT}
+    model["scales"] = config.model.block_scales
     parts = [METHOD, model_digest(source), model, asdict(config.sample), asdict(config.engine)]
     parts += [config.seed, config.num_prompts, settings, list(prompts)]
     return hashlib.sha256(encode(parts)).hexdigest()

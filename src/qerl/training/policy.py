@@ -132,7 +132,7 @@ def load_sampler(
     stop_ids = stop_token_ids(tokenizer, source) if stop_ids is None else stop_ids
     build: dict[str, Any] = {"format": model.format, "compute": COMPUTE[model.dtype]}
     build |= {"device": torch.device(model.device), "resident": model.operand == "resident"}
-    build |= {"scales": SCALES[model.scales]}
+    build |= {"scales": SCALES[model.block_scales]}
     if backend_of(model) == "transformers":
         from qerl.models.transformers_backend import transformers_loader  # takes seconds to import
 

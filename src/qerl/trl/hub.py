@@ -30,10 +30,11 @@ def push_folder(
 
 
 def model_card(
-    name: str, *, base_model: str, dataset: str | None, method: str, tags: list[str], base: str
+    name: str, *, base_model: str, dataset: str | None, method: str, tags: list[str], base: str | None
 ) -> str:
-    """Return a README.md; base_model is named if it is no local folder. base: the section about it."""
+    """Return a README.md; base_model is named if it is no local folder. base: the section about an adapter's
+    base; None if weights of the model itself were trained."""
+    what, library = ("A LoRA adapter for", "peft") if base is not None else ("A model from", "transformers")
     named = {} if Path(base_model).expanduser().exists() else {"base_model": base_model}
-    facts = {"library_name": "peft", **named, **({"datasets": [dataset]} if dataset else {}), "tags": tags}
-    opening = f"A LoRA adapter for {base_model}, trained with {method} by qerl.\n"
-    return card_text(name, facts, opening + base)
+    facts = {"library_name": library, **named, **({"datasets": [dataset]} if dataset else {}), "tags": tags}
+    return card_text(name, facts, f"{what} {base_model}, trained with {method} by qerl.\n{base or ''}")

@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from qerl.config import RunConfig
 from qerl.config.stored import with_stored_base
 from qerl.errors import RunError, UserError, require
-from qerl.export.adapter_card import base_section, entries_of
+from qerl.export.adapter_card import base_section, read_written_adapter
 from qerl.export.write import write_merged, write_peft
 from qerl.learner import checkpoint
 from qerl.models.checkpoint.source import locate
@@ -192,16 +192,18 @@ class RunTrainer:
         """Upload what save_model writes, with a model card, to hub_model_id; return the hub's answer."""
         named = [tags] if isinstance(tags, str) else list(tags or ())
         config = with_stored_base(self.config, Path(self.config.out))
-        card = model_card(
-            model_name or self.hub_model_id.rpartition("/")[2],
-            base_model=self.config.model.path,
-            dataset=dataset_name,
-            method=self.method,
-            tags=[*named, self.method.lower(), "qerl"],
-            base=base_section(config.model, Path(config.out), entries_of(config.adapter)),
-        )
         with tempfile.TemporaryDirectory() as temporary:
             self.save_model(temporary, _internal_call=True)
+            is_lora = config.adapter.kind == "lora"
+            adapter = read_written_adapter(Path(temporary)) if is_lora else None
+            card = model_card(
+                model_name or self.hub_model_id.rpartition("/")[2],
+                base_model=self.config.model.path,
+                dataset=dataset_name,
+                method=self.method,
+                tags=[*named, self.method.lower(), "qerl"],
+                base=adapter and base_section(config.model, Path(config.out), adapter),
+            )
             return push_folder(
                 Path(temporary),
                 self.hub_model_id,

@@ -7,7 +7,7 @@ from engine.decode.test_decode_kernels import FACTOR, LENGTHS, NEVER, decoder_of
 from engine.parts import drawn, engine_of
 from qerl.engine.decode.kernel_forward import KernelForward
 from qerl.errors import UserError
-from qerl.models.packed_linear import PackedTiles
+from qerl.models.packed.packed_linear import PackedTiles
 from tiny_run import launched
 
 pytestmark = [

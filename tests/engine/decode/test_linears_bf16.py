@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import rms_error
-from models.test_fused_weights import K, exactly, linears_of, rounded_masters
+from models.packed.test_fused_weights import K, exactly, linears_of, rounded_masters
 from qerl.engine.decode import linears as op
 from qerl.models.mixture import copy_masters
 

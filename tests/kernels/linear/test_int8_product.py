@@ -9,7 +9,7 @@ from qerl.kernels.linear.fused_linear import Adapter, LinearPart, RotatedOperand
 from qerl.kernels.linear.int8_codes import RotatedWeight, Rotation, WeightTiles, hadamard
 from qerl.kernels.runtime import row_kernel
 from qerl.kernels.tiles.tile_unpack import UnpackRows
-from qerl.models.packed_linear import tile_group
+from qerl.models.packed.packed_linear import tile_group
 
 # What torch says when a backward pass is the first to use cuBLAS on its thread.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")

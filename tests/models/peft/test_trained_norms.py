@@ -260,7 +260,7 @@ def test_an_exported_model_has_the_trained_norms_and_vllm_is_told_to_take_it(tmp
     torch.testing.assert_close(theirs(model), exported_logits(decoder), rtol=1e-4, atol=1e-4)
     out = exported(tmp_path, config, "peft")
     assert "vllm serve" not in (out / "README.md").read_text()
-    lines = usage_lines(ExportOptions(run=run, out=out, form="peft"), "base", config.adapter)
+    lines = usage_lines(ExportOptions(run=run, out=out, form="peft"), "base")
     assert any("vLLM   vLLM has no modules_to_save" in line for line in lines)
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -120,6 +121,7 @@ def test_the_command_opens_the_page_and_ends_with_ctrl_c_while_someone_looks(run
 
 
 def test_the_command_waits_for_a_run_that_is_starting(tmp_path):
+    (tmp_path / "run").mkdir()
     with command(tmp_path / "run", "--port", "0") as server:
         try:
             assert server.stderr.readline() == f"waiting up to 60 s for {tmp_path / 'run'} to start\n"
@@ -137,6 +139,31 @@ def test_a_folder_of_other_files_is_not_waited_for(tmp_path):
 
 
 def test_a_run_that_does_not_start_is_an_error(tmp_path, capsys):
-    with pytest.raises(UserError, match="/none: no such folder"):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=r"/none: has no metrics\.jsonl"):
         watch([tmp_path / "none"], port=0, opens_browser=False, patience_s=0.2)
     assert capsys.readouterr().err == f"waiting up to 0 s for {tmp_path / 'none'} to start\n"
+
+
+def refusal(folder):
+    begin_s = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        watch([folder], port=0, opens_browser=False)
+    assert time.monotonic() - begin_s < 5
+    return str(caught.value)
+
+
+def test_a_folder_that_does_not_exist_is_refused_at_once_with_its_neighbour(tmp_path):
+    (tmp_path / "sums").mkdir()
+    assert refusal(tmp_path / "sum").endswith(f"/sum: no such folder; did you mean {tmp_path / 'sums'}?")
+    assert refusal(tmp_path / "none" / "sums").endswith("no such folder")
+    (tmp_path / "file").touch()
+    assert "file: has no metrics.jsonl" in refusal(tmp_path / "file")
+
+
+def test_a_folder_of_runs_is_refused_at_once_with_its_newest(tmp_path):
+    for name in "first", "second":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").touch()
+    os.utime(tmp_path / "first" / "run.json", (0, 0))
+    assert refusal(tmp_path).endswith(f"the newest run in it is {tmp_path / 'second'}")

@@ -18,7 +18,7 @@ from qerl.kernels.delta_net.delta_net_step import DeltaNetStep, DeltaWeights, Ga
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Layer
 from qerl.models.linear import QuantLinear
-from qerl.models.packed_linear import tiles_of
+from qerl.models.packed.packed_linear import tiles_of
 
 
 class DeltaSteps:

@@ -40,7 +40,7 @@ from qerl.models.adapter_bank import AdapterBank
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import Kernels, best_kernels
-from qerl.models.packed_linear import PackedTiles
+from qerl.models.packed.packed_linear import PackedTiles
 
 MAX_ROWS = 256
 NO_KERNELS = "they are for NVIDIA GPUs from Ampere on"

@@ -35,9 +35,9 @@ from qerl.kernels.tiles.portable_product import PortableProduct
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.adapter_bank import AdapterBank
-from qerl.models.fused_weights import FusedBF16, fuse_fp8_weights, fuse_weights
 from qerl.models.linear import QuantLinear
-from qerl.models.packed_linear import tiles_of
+from qerl.models.packed.fused_weights import FusedBF16, fuse_fp8_weights, fuse_weights
+from qerl.models.packed.packed_linear import tiles_of
 
 ONE_ORDER_ROWS = 32  # up to this many rows sums have one order: tests/kernels/tiles/test_nvfp4_decode.py
 

@@ -44,7 +44,7 @@ from qerl.models.adapter_bank import AdapterBank
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels, choose_kernels
-from qerl.models.packed_linear import PackedNVFP4, PackedTiles
+from qerl.models.packed.packed_linear import PackedNVFP4, PackedTiles
 from qerl.types import Sampling
 
 _GPU_STEPS = 8

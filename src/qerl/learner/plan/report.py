@@ -49,7 +49,7 @@ def _needed_bytes(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_by
 def _before_training(a: Architecture, config: RunConfig, prompt_tokens: int) -> dict[str, float]:
     """Return the peaks in bytes of what is done before training, 0 where it is not."""
     return {
-        "calibration in BF16": _calibration(a, config.model),
+        f"calibration in BF16, {config.model.block_scales} scales": _calibration(a, config.model),
         "evaluation in BF16": float_evaluation_bytes(a, config, prompt_tokens),
     }
 

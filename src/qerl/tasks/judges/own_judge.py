@@ -1,8 +1,8 @@
 """The reward `judge` with task.judge.url base: the run's own model without its adapter rates the samples.
 
-Rubric, score, file of replies and limits are those of judge.py. The replies come from this process, all of a
-step at once: `answer_by` says from what. They are greedy, so a second try would say the same: there are no
-retries.
+Rubric and score are those of judge.py, the file of replies and limits those of ledger.py. The replies come
+from this process, all of a step at once: `answer_by` says from what. They are greedy, so a second try would
+say the same: there are no retries.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError, require
-from qerl.tasks.judges.judge import Ledger
+from qerl.tasks.judges.ledger import Ledger
 from qerl.tasks.judges.rubric import JudgeFailed, JudgeRequest, rubric_of
 from qerl.tasks.reward_calls import merged
 from qerl.tasks.scoring import Arguments, Failure, failure_of
@@ -65,7 +65,7 @@ class OwnJudge:
                 scores[message] = self._read(reply, request)
                 continue
             try:
-                self._ledger.take_turn()
+                self._ledger.begin()
                 unanswered.append(message)
             except JudgeFailed as error:  # a limit is reached
                 scores[message] = failure_of("judge", error)

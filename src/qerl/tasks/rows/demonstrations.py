@@ -407,6 +407,9 @@ def _called_names(message: Message) -> list[str]:
     return [function["name"] for function in functions if isinstance(function.get("name"), str)]
 
 
+_RENAME = " Rename two of them, for example to question and answer"
+
+
 def check_columns(name: str, columns: Sequence[str], text_column: str, option: str = "--text-column") -> None:
     """Raise UserError if no row of a table with these columns can be learned from. option: where the user
     says text_column."""
@@ -415,6 +418,7 @@ def check_columns(name: str, columns: Sequence[str], text_column: str, option: s
         return
     alone = [needed[0] for _, needed in forms if len(needed) == 1 and needed[0] != text_column]
     pairs = [" and ".join(needed) for _, needed in forms if len(needed) > 1]
+    is_json = not name.endswith((".csv", ".parquet"))
     question, answer = (
         (f".[{json.dumps(c)}]" for c in columns) if len(columns) == 2 else (".QUESTION", ".ANSWER")
     )
@@ -423,6 +427,6 @@ def check_columns(name: str, columns: Sequence[str], text_column: str, option: s
     )
     raise UserError(
         f"{name}: rows to imitate need a column {', '.join(alone)} or {text_column} ({option}), or columns"
-        f" {', '.join(pairs)}; its columns are {', '.join(columns)}. To convert them:"
-        f" jq -c '{convert}' ROWS.jsonl > chats.jsonl"
+        f" {', '.join(pairs)}; its columns are {', '.join(columns)}."
+        + (f" To convert them: jq -c '{convert}' ROWS.jsonl > chats.jsonl" if is_json else _RENAME)
     )

@@ -27,7 +27,7 @@ from typing import Any
 from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.config.task import is_environment_name
-from qerl.errors import UserError, did_you_mean, require
+from qerl.errors import UserError, did_you_mean, did_you_mean_file, require
 from qerl.tasks.env_packages import environment_rows
 from qerl.tasks.rows.values import is_unicode
 from qerl.tasks.sources import file_digest
@@ -79,9 +79,7 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
         )
         rows = _read_file("name", path, config)
         return rows, None if held_out is None else _read_file("held_out_split", Path(held_out), config)
-    if path.is_file() or (path.suffix and path.name == config.name):  # the id of a data set has an owner
-        lacks = "" if path.is_file() else "no such file; "
-        raise UserError(f"task.name {config.name}: {lacks}a file of rows ends in {', '.join(_READERS)}")
+    _check_ending("task.name", config.name)
     return _splits(config, lambda split: _hub(config.name, split, config.prompt_column))
 
 
@@ -99,10 +97,23 @@ def file_sources(*places: str | None) -> dict[str, str]:
 
 
 def check_file(option: str, place: str | None) -> None:
-    """Raise UserError if the place that this option names is a file of rows that does not exist."""
+    """Raise UserError if the place that this option names is a file of rows that does not exist, or a file of
+    another kind."""
     path = Path(place or "")
     if path.suffix in _READERS and not path.is_file():
-        raise UserError(f"{option} {path}: no such file".lstrip())
+        raise UserError(f"{option} {path}: no such file{did_you_mean_file(path)}".lstrip())
+    if place and path.suffix not in _READERS and not is_environment_name(place):
+        _check_ending(option, place)
+
+
+def _check_ending(option: str, place: str) -> None:
+    """Raise UserError for a file without a known ending; the id of a data set has an owner."""
+    path = Path(place)
+    if path.is_file() or (path.suffix and path.name == place and not path.is_dir()):
+        lacks = "" if path.is_file() else "no such file; "
+        hint = "" if path.is_file() else did_you_mean_file(path)
+        text = f"{option} {place}: {lacks}a file of rows ends in {', '.join(_READERS)}{hint}"
+        raise UserError(text.lstrip())
 
 
 def _read_file(field: str, path: Path, config: TaskConfig) -> RowTable:

@@ -20,6 +20,7 @@ from qerl.tracking.dashboard.live import LivePage
 from qerl.tracking.loopback import names_this_machine
 from qerl.tracking.report.page import run_names
 from qerl.tracking.report.read import check_folder, is_run
+from qerl.tracking.run_folders import runs_in
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
@@ -33,7 +34,8 @@ _HEADERS = {
 
 
 def watch(folders: Sequence[Path], *, port: int, opens_browser: bool, patience_s: float = 60.0) -> None:
-    """Serve until Ctrl-C; wait up to `patience_s` seconds for runs that are just starting."""
+    """Serve until Ctrl-C; wait up to `patience_s` seconds for runs that are just starting in
+    their folders."""
     names = run_names(folders)
     _wait_for_runs(folders, patience_s)
     live = LivePage([RunFollower(folder, name) for folder, name in zip(folders, names, strict=True)])
@@ -47,7 +49,9 @@ def watch(folders: Sequence[Path], *, port: int, opens_browser: bool, patience_s
 
 def _wait_for_runs(folders: Sequence[Path], patience_s: float) -> None:
     for folder in folders:
-        if (times := [f.stat().st_mtime for f in folder.glob("*")]) and max(times) < time.time() - patience_s:
+        times = [f.stat().st_mtime for f in folder.glob("*")]
+        is_old = bool(times) and max(times) < time.time() - patience_s
+        if is_old or not folder.is_dir() or runs_in(folder):
             check_folder(folder)  # nothing is just starting in it
     end = time.monotonic() + patience_s
     if missing := [str(folder) for folder in folders if not is_run(folder)]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from qerl.errors import UserError, did_you_mean_folder, quantity
 from qerl.tracking.atomic_file import read_object
 from qerl.tracking.json_lines import damage_notice, decode
+from qerl.tracking.run_folders import runs_in
 from qerl.tracking.sample_files import DAMAGE, MAX_LINE_BYTES, open_samples, sample_files, sample_lines
 
 _MAX_CHARACTERS = 20_000
@@ -144,7 +145,8 @@ def check_folder(folder: Path) -> None:
     if not is_run(folder):
         if not folder.exists():
             raise UserError(f"{folder}: no such folder{did_you_mean_folder(folder)}")
-        raise UserError(f"{folder}: has no metrics.jsonl, so it is not the folder of a run")
+        newest = "".join(f"; the newest run in it is {run}" for run in runs_in(folder)[:1])
+        raise UserError(f"{folder}: has no metrics.jsonl, so it is not the folder of a run{newest}")
 
 
 def select_places(places: Mapping[int, Sequence[Place]], max_samples: int) -> list[Place]:

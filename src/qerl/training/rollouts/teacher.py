@@ -118,7 +118,7 @@ def _policy(config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerB
         compute=COMPUTE[model.dtype],
         device=torch.device(model.device),
         resident=model.operand == "resident",
-        scales=SCALES[model.scales],
+        scales=SCALES[model.block_scales],
     )
     return lambda: contextlib.nullcontext(decoder)
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from models.test_packed_linear import decoder_of, outputs
+from models.packed.test_packed_linear import decoder_of, outputs
 from qerl.formats import MXFP4
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.linear import QuantLinear
-from qerl.models.packed_linear import PackedMXFP4, can_tile, tile_group, tile_linears
+from qerl.models.packed.packed_linear import PackedMXFP4, can_tile, tile_group, tile_linears
 
 
 def weight(rng, N=128, K=192, binades=6):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from models.test_packed_linear import decoder_of, outputs
+from models.packed.test_packed_linear import decoder_of, outputs
 from qerl.formats import FP8, INT8, NF4, FP8Flow
 from qerl.kernels.tiles.tile_unpack import UnpackRows
-from qerl.models.packed_linear import PackedFP8, PackedINT8, PackedNF4, can_tile, tile_group
+from qerl.models.packed.packed_linear import PackedFP8, PackedINT8, PackedNF4, can_tile, tile_group
 
 KINDS = ((NF4, PackedNF4), (FP8, PackedFP8), (INT8, PackedINT8))
 by_name = pytest.mark.parametrize(("plain", "tiled"), KINDS, ids=[kind.name for kind, _ in KINDS])

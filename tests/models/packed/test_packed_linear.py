@@ -10,7 +10,7 @@ from qerl.kernels.tiles.nvfp4_decode import row_factors, swiglu_order, unpack
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import copy_masters
-from qerl.models.packed_linear import PackedNVFP4, can_tile, project, tile_linears, tiles_of
+from qerl.models.packed.packed_linear import PackedNVFP4, can_tile, project, tile_linears, tiles_of
 from qerl.models.peft.adapter import add_adapter
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -114,7 +114,7 @@ def test_weights_that_do_not_fit_stay_as_they_are():
 
 
 def test_large_weights_are_packed_in_pieces(monkeypatch, rng):
-    monkeypatch.setattr("qerl.models.packed_linear._CHUNK_WEIGHTS", 128 * 64)
+    monkeypatch.setattr("qerl.models.packed.packed_linear._CHUNK_WEIGHTS", 128 * 64)
     for rows, widths in ((UnpackRows.ALL, (192, 64, 320)), (UnpackRows.GATE_UP, (160, 160))):
         linears = []
         for n in widths:
@@ -166,7 +166,7 @@ def test_on_a_gpu_a_decoder_of_fused_products_loses_no_more_than_a_plain_one(
     for each in decoders[3].layers:
         each.tile()
     with monkeypatch.context() as apart:
-        apart.setattr("qerl.models.packed_linear._is_fused_on", lambda device: False)
+        apart.setattr("qerl.models.packed.packed_linear._is_fused_on", lambda device: False)
         exact, plain = (outputs(decoder) for decoder in decoders[:2])
     plain_error, *errors = (
         [rms_error(g, e) for g, e in zip(got, exact, strict=True)]

@@ -12,11 +12,11 @@ from qerl.config import AdapterConfig
 from qerl.formats import BF16, FORMATS
 from qerl.kernels.linear.int8_codes import Rotation
 from qerl.kernels.tiles.tile_unpack import UnpackRows
-from qerl.models import packed_linear as op
-from qerl.models.fused_weights import FusedBF16, FusedPacked, fuse_weights
 from qerl.models.linear import QuantLinear
 from qerl.models.linear_pass import PLAIN, LinearPass
 from qerl.models.mixture import copy_masters
+from qerl.models.packed import packed_linear as op
+from qerl.models.packed.fused_weights import FusedBF16, FusedPacked, fuse_weights
 from qerl.models.peft.adapter import adapter_off, adapter_tensors, add_adapter, publish
 
 CPU, K = torch.device("cpu"), 64

@@ -9,7 +9,7 @@ them for one product (kernels/tiles/tile_unpack.py). `project`, `project_swiglu`
 in any format.
 
 The permutation is exact, except that codes become 0 where a block's scale is 0 (nvfp4_decode.py). On a CPU
-outputs are bitwise the same before and after: tests/models/test_packed_linear.py.
+outputs are bitwise the same before and after: tests/models/packed/test_packed_linear.py.
 
 NF4, FP8 and INT8 have layouts of their own (kernels/tiles/tile_layout.py), which decode to the operand's
 bits. An NF4 block's maximum is stored as its fp32 value (0.5625 bytes a weight for 0.516): the kernels need
@@ -45,11 +45,11 @@ from qerl.kernels.tiles import nvfp4_decode, tile_layout, tile_unpack
 from qerl.kernels.tiles.nvfp4_tile import TILE_K, TILE_ROWS
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
-from qerl.models.fused_weights import FusedBF16, fuse_weights
 from qerl.models.linear import OperandGroup, QuantLinear
 from qerl.models.linear_pass import PLAIN, LinearPass, OperandCache
-from qerl.models.rotated_weight import is_rotated, rotated_operand
-from qerl.models.tile_formats import exponents, fits_tiles, tile_parts
+from qerl.models.packed.fused_weights import FusedBF16, fuse_weights
+from qerl.models.packed.rotated_weight import is_rotated, rotated_operand
+from qerl.models.packed.tile_formats import exponents, fits_tiles, tile_parts
 
 # Packing takes more than an int32 for each code: 16 Mi weights at a time take 0.5 GB beside the model.
 _CHUNK_WEIGHTS = 1 << 24
