@@ -192,6 +192,7 @@ def forked(work: Callable[[], object], stdout: Path, stderr: Path) -> int:
         os.setsid()
         sys.stdout, sys.stderr = _redirected(1, stdout), _redirected(2, stderr)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, ignores it
         torch.set_num_threads(1)
         code = _exit_code(work)
     finally:

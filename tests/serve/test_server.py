@@ -241,6 +241,14 @@ def test_a_second_ctrl_c_ends_what_has_not_been_sent_to_its_end(folder):
     assert "Traceback" not in err and server.returncode == 130
 
 
+@pytest.fixture
+def under_nohup():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.usefixtures("under_nohup")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_running_requests_are_complete_after_a_hang_up_or_sigterm(folder, number):
     with slow_server(folder) as (server, address), concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -1,5 +1,6 @@
 """The released client `tinker`, unmodified, against a server of a tiny model on a CPU."""
 
+import asyncio
 import logging
 import math
 import time
@@ -16,12 +17,30 @@ from tinker_server.tinker_parts import serving
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types
+holders = pytest.importorskip("tinker.lib.internal_client_holder")
 # the client leaves connections to the collector
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
 )
 KEY = "tml-test"
 TEXT = [5, 9, 7, 3, 8, 9, 7, 3, 5, 2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended_clients():
+    """End what the client's thread still tries with servers that are gone: it draws from the process's
+    `random` for it, which Hypothesis notices in other tests."""
+    yield
+    if (loop := holders._internal_client_holder_thread_singleton.loop_if_started()) is not None:
+        asyncio.run_coroutine_threadsafe(cancelled(), loop).result(30)
+
+
+async def cancelled():
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=20) if tasks else None
+    assert not [task for task in tasks if not task.done()]
 
 
 @pytest.fixture(scope="module")
