@@ -1,7 +1,6 @@
 """Every CUDA kernel compiles for every architecture without spills and fits the card; needs no GPU.
 
-Cubins come from the disk cache (qerl.kernels.runtime.nvrtc), so only what has changed since the last run is
-compiled.
+Only what has changed since it was recorded is compiled (kernel_uses.py).
 """
 
 import dataclasses
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import matrix
+from kernels import kernel_uses
 from qerl.kernels.attention.attention_options import AttentionOptions
 from qerl.kernels.delta_net.delta_net_step import copies_ahead
 from qerl.kernels.runtime.architectures import ARCHITECTURES, TESTED
@@ -43,7 +43,7 @@ def nvrtc():
 
 
 def faults_of(variants, card):
-    uses = matrix.measure(variants, card)
+    uses = kernel_uses.measure(variants, card)
     return [fault for variant, use in uses.items() for fault in matrix.faults(variant, use, card)]
 
 
@@ -78,7 +78,7 @@ def some_of(variants, name):
 def faults_of_some(variants, name):
     """Faults of some variants as they are compiled, and of all with the most registers of those."""
     card, variants = ARCHITECTURES[name], list(variants)
-    uses = matrix.measure(some_of(variants, name), card)
+    uses = kernel_uses.measure(some_of(variants, name), card)
     most = {sums_of(v): use for v, use in sorted(uses.items(), key=lambda item: item[1].registers)}
     return [
         *(fault for variant, use in uses.items() for fault in matrix.faults(variant, use, card)),
@@ -150,7 +150,7 @@ def test_the_step_of_gated_deltanet_fits_twice(name):
     """Two CTAs keep 128 KB of states in registers, and as much ahead in shared memory if that holds it."""
     card = ARCHITECTURES[name]
     variants = (matrix.delta_variants(SHAPES["qwen3.5-9b"], card, rows) for rows in (1, 64))
-    uses = matrix.measure(itertools.chain(*variants), card)
+    uses = kernel_uses.measure(itertools.chain(*variants), card)
     assert len(uses) == (4 if copies_ahead(card) else 2)
     assert not [fault for v, use in uses.items() for fault in matrix.faults(v, use, card)]
     assert all(use.local_bytes == 0 and matrix.resident(v, use, card) >= 2 for v, use in uses.items())
@@ -195,7 +195,7 @@ def test_a_kernel_that_spills_or_exceeds_the_card_is_found(made_up, wrong):
 def test_a_kernel_whose_ctas_wait_for_each_other_must_have_them_at_once():
     """An RTX 3090 runs 100 KB at a time: two CTAs of 49 KB, which with the system's 1 KB are 50."""
     card, a = ARCHITECTURES["sm_86"], shrink()
-    use = matrix.measure([a], card)[a]
+    use = kernel_uses.measure([a], card)[a]
     for shared_kb, is_right in ((40, True), (50, False)):
         waiting = KernelVariant("portable_product.cu", "any", (("CTAS", 2),), 256, shared_kb * 1024)
         assert (matrix.faults(waiting, use, card) == []) == is_right

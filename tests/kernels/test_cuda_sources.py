@@ -5,6 +5,7 @@ import re
 import pytest
 
 from benchmarks.matrix import int8_variants
+from kernels import kernel_uses
 from qerl.kernels.experts import grouped_hopper
 from qerl.kernels.head.head_sample import choose_tile
 from qerl.kernels.runtime import nvrtc
@@ -91,7 +92,34 @@ CONFIGURATIONS = (
 @pytest.mark.parametrize(("file", "defines"), CONFIGURATIONS)
 def test_a_kernel_compiles_for_hopper(file, defines):
     pytest.importorskip("cuda.bindings.nvrtc")
-    assert nvrtc.cached_cubin(file, defines, "sm_90a")[:4] == b"\x7fELF"
+    assert kernel_uses.uses(file, defines, "sm_90a")
+
+
+@pytest.mark.parametrize(("file", "defines"), dict(CONFIGURATIONS).items())
+def test_what_is_recorded_of_a_kernel_is_what_nvrtc_gives(file, defines):
+    """One variant of each file."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    recorded = kernel_uses.uses(file, defines, "sm_90a")
+    assert kernel_uses.anew(file, defines, "sm_90a") == recorded
+
+
+def test_the_key_of_a_recorded_kernel_depends_on_all_that_a_cubin_does(monkeypatch):
+    pytest.importorskip("cuda.bindings.nvrtc")
+
+    def key(file="rms_norm.cu", defines=(("WIDTH", 64),), architecture="sm_90a"):
+        kernel_uses.texts_of.cache_clear()
+        return kernel_uses.key_of(file, dict(defines), architecture)
+
+    keys = {key(), key("swiglu.cu"), key(defines=(("WIDTH", 96),)), key(architecture="sm_80")}
+    for name in ("rms_norm.cu", "warp.cuh", "types.cuh"):  # it includes the second, and that the third
+        with monkeypatch.context() as patch:
+            changed = nvrtc.sources() | {name: f"// changed\n{nvrtc.sources()[name]}"}
+            patch.setattr(nvrtc, "sources", lambda texts=changed: texts)
+            keys.add(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_uses, "nvrtc_version", lambda: (1, 0))
+        keys.add(key())
+    assert len(keys) == 8 and key() in keys
 
 
 def test_every_source_is_compiled_here():

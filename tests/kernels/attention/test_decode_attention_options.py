@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.cubin import kernels_of
 from conftest import rms_error
+from kernels import kernel_uses
 from kernels.attention.test_decode_attention import (
     POSITIONS,
     RAGGED,
@@ -20,7 +20,6 @@ from kernels.attention.test_decode_attention import (
 from qerl.kernels.attention import decode_attention as op
 from qerl.kernels.attention import decode_shape
 from qerl.kernels.attention.attention_options import PLAIN, AttentionOptions
-from qerl.kernels.runtime import nvrtc
 from qerl.models.rope import Angles, rotate_heads
 
 __all__ = ["made"]  # a fixture
@@ -137,12 +136,12 @@ BUILDS = (
 def test_variants_compile_and_keep_everything_in_registers(architecture, H, GROUP, fp8, options):
     pytest.importorskip("cuda.bindings.nvrtc")
     defines = {"H": H, "GROUP": GROUP, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128, "FP8": fp8} | options
-    cubin = nvrtc.cached_cubin("decode_attention.cu", defines | {"STAGES": 2, "CTAS": 6}, architecture)
-    use = kernels_of(cubin)["decode_attention"]
+    uses = kernel_uses.uses("decode_attention.cu", defines | {"STAGES": 2, "CTAS": 6}, architecture)
+    use = uses["decode_attention"]
     assert use.local_bytes == 0 and use.registers <= 255
     if fp8:
-        write = nvrtc.cached_cubin("decode_attention_write.cu", defines, architecture)
-        assert kernels_of(write)["decode_attention_write"].local_bytes == 0
+        write = kernel_uses.uses("decode_attention_write.cu", defines, architecture)
+        assert write["decode_attention_write"].local_bytes == 0
 
 
 SHAPES = [(16, 2, 64), (8, 4, 128), (32, 2, 128), (8, 4, 256), (8, 1, 256)]

@@ -6,13 +6,12 @@ import struct
 import pytest
 import torch
 
-from benchmarks.cubin import kernels_of
+from kernels import kernel_uses
 from kernels.attention import test_decode_attention
 from kernels.attention.test_decode_attention import POSITIONS, RAGGED, random_norms, step, turning_angles
 from kernels.cuda_on_cpu import CpuKernel, copy_sources, has_compiler
 from qerl.kernels.attention import decode_attention as op
 from qerl.kernels.attention.attention_options import PLAIN, AttentionOptions
-from qerl.kernels.runtime import nvrtc
 from qerl.kernels.runtime.architectures import TESTED
 from qerl.kernels.runtime.nvrtc import addresses
 from qerl.models.rope import Angles, rotate_heads
@@ -128,7 +127,7 @@ def test_interleaved_variants_keep_everything_in_registers(name, H, GROUP, fp8):
     defines = {"H": H, "GROUP": GROUP, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128, "FP8": fp8}
     defines |= {"ROTARY": 64, "INTERLEAVED": 1}
     for file, more in (("decode_attention", {"STAGES": 2, "CTAS": 6}), ("decode_attention_write", {})):
-        use = kernels_of(nvrtc.cached_cubin(f"{file}.cu", defines | more, name))[file]
+        use = kernel_uses.uses(f"{file}.cu", defines | more, name)[file]
         assert use.local_bytes == 0 and use.registers <= 255
 
 

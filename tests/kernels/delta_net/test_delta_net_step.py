@@ -7,15 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import matrix
-from benchmarks.cubin import kernels_of
 from conftest import rms_error
+from kernels import kernel_uses
 from kernels.cuda_on_cpu import has_compiler, on_cpu
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.delta_net import delta_net_step as op
 from qerl.kernels.delta_net.delta_net_step import DeltaNetStep, DeltaWeights, Gates
 from qerl.kernels.delta_net.gated_delta_net import DeltaInputs, DeltaShape, DeltaState, mix_step
 from qerl.kernels.runtime.architectures import ARCHITECTURES, architecture_of
-from qerl.kernels.runtime.nvrtc import cached_cubin
 from qerl.models.random_weights import SHAPES
 
 
@@ -179,7 +178,7 @@ def test_states_are_copied_ahead_where_ctas_have_several(name, rows, is_ahead):
 def test_two_ctas_with_a_state_ahead_fit():
     """The static memory that `copies_ahead` counts is what the kernel has."""
     (variant, _) = matrix.delta_variants(SHAPES["qwen3.5-9b"], ARCHITECTURES["sm_90a"], 64)
-    use = kernels_of(cached_cubin(variant.file, dict(variant.defines), "sm_90a"))[variant.name]
+    use = kernel_uses.measure([variant], ARCHITECTURES["sm_90a"])[variant]
     assert use.shared_bytes <= op._STATIC_BYTES and use.local_bytes == 0
     shared = use.shared_bytes + variant.shared_bytes
     assert ARCHITECTURES["sm_90a"].resident_ctas(variant.threads, use.registers, shared) == op._CTAS

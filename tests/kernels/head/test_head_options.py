@@ -6,6 +6,7 @@ import torch
 
 from benchmarks import matrix
 from conftest import rms_error
+from kernels import kernel_uses
 from kernels.cuda_on_cpu import has_compiler, on_cpu
 from kernels.head.test_head_sample import (
     FORMATS,
@@ -63,7 +64,7 @@ def test_the_kernels_with_both_options_fit_hopper(rows, head):
     pytest.importorskip("cuda.bindings.nvrtc")
     card, a = ARCHITECTURES["sm_90a"], SHAPES["qwen2.5-7b"]
     variants = matrix.head_variants(a, card, rows, head, scale=0.5, softcap=30.0)
-    uses = matrix.measure(variants, card)
+    uses = kernel_uses.measure(variants, card)
     assert len(uses) == 2 and not [f for v, use in uses.items() for f in matrix.faults(v, use, card)]
 
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from conftest import rms_error
+from kernels import kernel_uses
 from kernels.tiles.test_nvfp4_decode import case, low_ranks, torch_path
-from qerl.kernels.runtime import nvrtc
 from qerl.kernels.runtime.architectures import ARCHITECTURES
 from qerl.kernels.tiles import nvfp4_decode as op
 from qerl.kernels.tiles.packed_product import gate_defines
@@ -25,7 +25,7 @@ def test_silu_has_the_constants_that_it_had():
 def test_gelu_compiles(gate):
     pytest.importorskip("cuda.bindings.nvrtc")
     tile = rule(8, 512, 256, ARCHITECTURES["sm_90a"])
-    assert nvrtc.cached_cubin(FILE, tile.defines(16, gate), "sm_90a")
+    assert kernel_uses.uses(FILE, tile.defines(16, gate), "sm_90a")
 
 
 @pytest.mark.gpu
