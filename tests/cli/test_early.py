@@ -1,23 +1,42 @@
 """Mistakes in files, columns and options are found before torch is imported."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 import tiny_run
 
 CODE = """
-import os, sys
+import json, os, sys
 
 class Stops:
     def find_spec(self, name, *more):
         if name in ("torch", "transformers"):
-            sys.exit(7)
+            os._exit(7)
 
-os.chdir(sys.argv.pop(1))
+os.chdir(sys.argv[1])
 sys.meta_path.insert(0, Stops())
-from qerl.cli.main import main
-main()
+from qerl.cli import data, distil, evaluate, generate, main, quantize, sft, train
+
+for line in sys.stdin:
+    arguments, out, err = json.loads(line)
+    if (pid := os.fork()) == 0:
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv = ["qerl", *arguments]
+        code = 0
+        try:
+            main.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
@@ -34,9 +53,28 @@ def folder(tmp_path_factory):
     return place
 
 
-def _stopped(folder, *command):
-    process = tiny_run.launched("-c", CODE, str(folder), *command)
-    return process.communicate(timeout=60)[1], process.returncode
+@pytest.fixture(scope="module")
+def qerl(folder, tmp_path_factory):
+    """run(command) -> (stdout, stderr, exit code); 7 where torch would be imported. The runs are forked from
+    one process, which has imported what commands import before that."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | tiny_run.child_variables(),
+    )
+    files = [tmp_path_factory.mktemp("said") / name for name in ("stdout", "stderr")]
+
+    def run(command):
+        print(json.dumps([command, *map(str, files)]), file=process.stdin, flush=True)
+        code = int(process.stdout.readline())
+        return (*(file.read_text() for file in files), code)
+
+    with process:
+        yield run
+        process.stdin.close()
+        assert process.wait(30) == 0
 
 
 SUMS = "train", "--task", "sums.jsonl", "--reward=numeric"
@@ -83,8 +121,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("command", "error"), MISTAKES, ids=str)
-def test_a_mistake_is_found_before_torch_is_imported(folder, command, error):
-    said, code = _stopped(folder, *command)
+def test_a_mistake_is_found_before_torch_is_imported(qerl, command, error):
+    _, said, code = qerl(command)
     last = said.splitlines()[-1]
     assert code == 2 and last.startswith("qerl: ") and error in last, said
 
@@ -99,28 +137,25 @@ ASKED = [
 
 
 @pytest.mark.parametrize(("command", "error"), ASKED, ids=str)
-def test_what_is_missing_is_asked_for(folder, command, error):
-    said, code = _stopped(folder, *command)
+def test_what_is_missing_is_asked_for(qerl, command, error):
+    _, said, code = qerl(command)
     assert code == 2 and said.startswith("qerl: ") and error in said, said
 
 
-def test_the_model_that_is_assumed_is_said(folder):
-    process = tiny_run.launched("-c", CODE, str(folder), "train", "--task", "sums.jsonl", "--reward", "exact")
-    out, _ = process.communicate(timeout=60)
+def test_the_model_that_is_assumed_is_said(qerl):
+    out, _, _ = qerl(("train", "--task", "sums.jsonl", "--reward", "exact"))
     assert "assumed: the built-in model smollm2-135m-instruct; --model MODEL takes another one" in out
     assert "assumed: learn.learning_rate 0.0005, as LoRA of 0.14 billion weights" in out
-    process = tiny_run.launched(
-        "-c", CODE, str(folder), *SUMS, "--model=o/n-1B", "--learn.learning-rate=1e-4"
-    )
-    assert "assumed" not in process.communicate(timeout=60)[0]
+    out, _, code = qerl((*SUMS, "--model=o/n-1B", "--learn.learning-rate=1e-4"))
+    assert "assumed" not in out and code == 7
 
 
 @pytest.mark.parametrize("reward", ["even.py:even", "made.py:score", "numeric", "missing_module:score"])
-def test_what_the_first_checks_cannot_see_is_left_to_the_run(folder, reward):
-    assert _stopped(folder, *SUMS[:3], "--reward", reward)[1] == 7
+def test_what_the_first_checks_cannot_see_is_left_to_the_run(qerl, reward):
+    assert qerl((*SUMS[:3], "--reward", reward))[2] == 7
 
 
-def test_rows_of_a_known_set_have_its_columns_already_then(folder):
+def test_rows_of_a_known_set_have_its_columns_already_then(folder, qerl):
     row = {"question": "1 + 1?", "answer": "so #### 2"}
     (folder / "set.jsonl").write_text(json.dumps(row) + "\n")
-    assert _stopped(folder, "train", "--task", "set.jsonl", "--reward", "numeric")[1] == 7
+    assert qerl(("train", "--task", "set.jsonl", "--reward", "numeric"))[2] == 7
