@@ -181,13 +181,20 @@ def folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def slow_server(folder, *, ignores=()):
-    """(the process of the command, its address); a step of the engine takes 20 ms."""
+def slow_server(folder, *, ignores=(), held_until=None):
+    """(the process of the command, its address); a step of the engine takes 20 ms. held_until: a file before
+    which no step begins once there are tokens."""
+    step = Generation.step
+
+    def slowly(generation):
+        while held_until is not None and generation.stats.num_tokens and not held_until.exists():
+            time.sleep(0.01)
+        time.sleep(0.02)
+        step(generation)
 
     def work():
         os.environ.pop("QERL_API_KEY", None)
-        step = Generation.step
-        Generation.step = lambda self: (time.sleep(0.02), step(self))
+        Generation.step = slowly
         for number in ignores:
             signal.signal(number, signal.SIG_IGN)
         sys.argv = ["qerl", "serve", str(folder), "--port", "0", "--model.dtype", "fp32"]
@@ -250,11 +257,13 @@ def under_nohup():
 
 @pytest.mark.usefixtures("under_nohup")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_running_requests_are_complete_after_a_hang_up_or_sigterm(folder, number):
-    with slow_server(folder) as (server, address), concurrent.futures.ThreadPoolExecutor(1) as pool:
+def test_running_requests_are_complete_after_a_hang_up_or_sigterm(folder, number, tmp_path):
+    is_told, pool = tmp_path / "told", concurrent.futures.ThreadPoolExecutor(1)
+    with slow_server(folder, held_until=is_told) as (server, address), pool:
         reply = pool.submit(long_request, address, 60)
         parts.wait_for(lambda: running(address))
         server.send_signal(number)
+        is_told.touch()
         choice = reply.result(timeout=30).json()["choices"][0]
         assert choice["finish_reason"] in ("length", "stop") and choice["message"]["content"]
         _, err = server.communicate(timeout=30)
