@@ -47,7 +47,7 @@ BASE = RunConfig(
     num_steps=30,
     num_prompts=8,
     num_generations=8,
-    model=ModelConfig(path="Qwen/Qwen2.5-Coder-0.5B-Instruct", format="nvfp4", scales="plain"),
+    model=ModelConfig(path="Qwen/Qwen2.5-Coder-0.5B-Instruct", format="nvfp4"),
     task=TaskConfig(name="train.jsonl", held_out_split="test.jsonl"),
     agent=AgentConfig(context_tokens=1024),
     sample=SampleConfig(max_tokens=96, temperature=1.0),

@@ -28,7 +28,7 @@ BASE = RunConfig(
     num_steps=40,
     num_prompts=64,
     num_generations=8,
-    model=ModelConfig(path=_LARGE, format="nvfp4", scales="plain"),
+    model=ModelConfig(path=_LARGE, format="nvfp4"),
     task=TaskConfig(
         name="gsm8k", held_out_split="test", num_held_out=256, template=_REQUEST, rewards=("numeric",)
     ),
