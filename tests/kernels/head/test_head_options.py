@@ -45,18 +45,19 @@ def test_the_reference_is_the_heads_own_logits(rng):
 
 
 def definitions(scale=1.0, softcap=None):
-    """What the product is compiled with."""
+    """What the product is compiled with: for one temperature and for each row's own."""
     card, a = ARCHITECTURES["sm_90a"], SHAPES["qwen2.5-0.5b"]
     variants = matrix.head_variants(a, card, 8, BF16, scale=scale, softcap=softcap)
     return [dict(variant.defines) for variant in variants if variant.file == "head_sample.cu"]
 
 
 def test_a_plain_head_is_compiled_without_the_options():
-    (plain,) = definitions()
-    assert not {"SCALE", "SOFTCAP"} & set(plain)
-    assert definitions(scale=0.5) == [plain | {"SCALE": 1}]
-    assert definitions(softcap=9.0) == [plain | {"SOFTCAP": 1}]
-    assert definitions(scale=0.5, softcap=9.0) == [plain | {"SCALE": 1, "SOFTCAP": 1}]
+    plain = definitions()
+    assert sorted(each["BY_ROW"] for each in plain) == [0, 1]
+    assert not any({"SCALE", "SOFTCAP"} & set(each) for each in plain)
+    assert definitions(scale=0.5) == [each | {"SCALE": 1} for each in plain]
+    assert definitions(softcap=9.0) == [each | {"SOFTCAP": 1} for each in plain]
+    assert definitions(scale=0.5, softcap=9.0) == [each | {"SCALE": 1, "SOFTCAP": 1} for each in plain]
 
 
 @pytest.mark.parametrize(("rows", "head"), [(8, BF16), (8, FP8), (64, op.NVFP4Head)])
@@ -65,7 +66,7 @@ def test_the_kernels_with_both_options_fit_hopper(rows, head):
     card, a = ARCHITECTURES["sm_90a"], SHAPES["qwen2.5-7b"]
     variants = matrix.head_variants(a, card, rows, head, scale=0.5, softcap=30.0)
     uses = kernel_uses.measure(variants, card)
-    assert len(uses) == 2 and not [f for v, use in uses.items() for f in matrix.faults(v, use, card)]
+    assert len(uses) == 3 and not [f for v, use in uses.items() for f in matrix.faults(v, use, card)]
 
 
 SOFTCAPS = [Softcap(cap=30.0, scale=1.0), Softcap(cap=2.0, scale=1.0), Softcap(cap=6.0, scale=0.5)]
