@@ -24,6 +24,7 @@ from qerl.config import (
     SampleConfig,
     TaskConfig,
 )
+from qerl.errors import RunError
 from qerl.models.device import resolve_device
 from qerl.training.policy import load_task, load_trained_sampler
 from qerl.training.rollouts.evaluation import EVALUATION_STEP, greedy, sample
@@ -37,6 +38,8 @@ from studies.training import train_job
 
 FRAMEWORKS = "openai_agents", "langgraph", "pydantic_ai"
 _BEFORE, _AFTER = "before", "after"
+MAX_FAILED_FRACTION = 0.05
+"""Of an evaluation's episodes: with more, its means are no figures of the model."""
 _ROWS = {"train": 2048, "test": 256}
 _FORMS = "{a} * {b}", "{a} * {b} + {c}", "{a} * {b} - {c} * {d}", "({a} + {b}) * {c}"
 _LOGGED = (
@@ -67,16 +70,18 @@ def play(job: Job) -> dict[str, Any]:
         line = train_job(job, config, _LOGGED)
         line["final"]["peak_gb"] = max(point["memory_gb"] for point in line["curve"])
     checkpoints = job.folder / "checkpoints" if job.arm == _AFTER else None
-    return {**line, "final": line["final"] | _figures(config, checkpoints)}
+    figures, notes = _figures(config, checkpoints)
+    return {**line, "final": line["final"] | figures, "notes": notes}
 
 
-def _figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float]:
-    """Return the means over the held-out problems, an episode each: sampled as in training, and greedy."""
+def _figures(config: RunConfig, checkpoints: Path | None) -> tuple[dict[str, float], list[str]]:
+    """Return the means over the held-out problems, an episode each: sampled as in training, and greedy; and
+    notes about episodes that have failed. Raise RunError if those were too many."""
     from qerl.serve.agents.rollout import make_agents  # imports packages that other studies do not need
 
     config = with_fields(config, {"noise.schedule": "none", "task.num_held_out": _ROWS["test"]})
     config = dataclasses.replace(config, model=resolve_device(config.model))
-    figures = dict[str, float]()
+    figures, notes = dict[str, float](), list[str]()
     with make_agents(config) as agents:
         tokenizer, task = load_task(config)
         engine = agents.engine(load_trained_sampler(config, tokenizer, checkpoints, print))
@@ -87,6 +92,7 @@ def _figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float]:
                 prompts, num_samples=1, sampling=how, seed=config.seed, step=EVALUATION_STEP
             )
             episodes = [each for group in sample(engine, request) for each in group.samples_G]
+            notes += failure_notes(episodes, f"evaluation{suffix}")
             metrics = agent_metrics(episodes)
             figures |= {
                 f"valid{suffix}": _share(episodes, "is_valid"),
@@ -98,7 +104,19 @@ def _figures(config: RunConfig, checkpoints: Path | None) -> dict[str, float]:
                 f"tokens{suffix}": fmean(len(episode.logprobs_T) for episode in episodes),
             }
     figures["test_s"] = time.perf_counter() - begin
-    return {name: float(f"{value:.6g}") for name, value in figures.items()}
+    return {name: float(f"{value:.6g}") for name, value in figures.items()}, notes
+
+
+def failure_notes(episodes: list[Sample], name: str) -> list[str]:
+    """Return a line about the episodes that have failed, if any has; raise RunError if too many have."""
+    failures = [episode.failure for episode in episodes if episode.failure is not None]
+    if not failures:
+        return []
+    first = ": ".join(failures[0])
+    note = f"{name}: {len(failures)} of {len(episodes)} episodes have failed, the first: {first}"
+    if len(failures) > MAX_FAILED_FRACTION * len(episodes):
+        raise RunError(f"{note}; with more than {MAX_FAILED_FRACTION:.0%} failed the means are no figures")
+    return [note]
 
 
 def _share(episodes: list[Sample], name: str) -> float:

@@ -149,9 +149,8 @@ def execute(study: Study, jobs: list[Job], results: Results, outcomes: Outcomes)
         name = study.metrics[0].key
         shown = f"{name} {line['final'][name]:.4g}" if name in line["final"] else "done"
         where = f"{job.task}, {job.arm}, rate {job.rate:g}, seed {job.seed}"
-        print(
-            f"{count}/{len(missing)} {where}: {shown} ({line['seconds']:.0f} s)", file=sys.stderr, flush=True
-        )
+        shown = "; ".join([f"{shown} ({line['seconds']:.0f} s)", *line.get("notes", ())])
+        print(f"{count}/{len(missing)} {where}: {shown}", file=sys.stderr, flush=True)
 
 
 def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> Iterator[tuple[Job, Line]]:

@@ -9,8 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import tiny_run
+from qerl.errors import RunError
+from qerl.types import Sample
 from studies import calculator, catalog_agents
-from studies.catalog_agents import FRAMEWORKS, agents, play, problems
+from studies.catalog_agents import FRAMEWORKS, agents, failure_notes, play, problems
 from studies.study import with_fields
 
 ROW = {"prompt": [{"role": "user", "content": "What is 12 * 34 + 5?"}], "answer": "413"}
@@ -115,6 +117,20 @@ def test_an_agent_counts_calls_that_gave_a_result(name):
         assert returned["is_valid"] is False and all(offers)
 
 
+@pytest.mark.parametrize("num_failed", [0, 12, 13])
+def test_an_evaluation_with_too_many_failed_episodes_is_no_figure(num_failed):
+    """Too many are more than 5 %; up to that a note says why."""
+    failures = [("raised OSError", f"agent: {i}") if i < num_failed else None for i in range(256)]
+    fields = {"tokens_T": [], "logprobs_T": [], "text": "", "finish": "stop", "version": 0}
+    episodes = [Sample(**fields, failure=failure) for failure in failures]
+    note = f"evaluation: {num_failed} of 256 episodes have failed, the first: raised OSError: agent: 0"
+    if num_failed > 12:
+        with pytest.raises(RunError, match=f"{note}; with more than 5%"):
+            failure_notes(episodes, "evaluation")
+    else:
+        assert failure_notes(episodes, "evaluation") == ([note] if num_failed else [])
+
+
 AGENT = """
 async def agent(client, row):
     answer = await client.chat.completions.create(model="policy", messages=row["prompt"])
@@ -122,13 +138,11 @@ async def agent(client, row):
 """
 
 
-@pytest.mark.parametrize("arm", ["before", "after"])
-def test_a_line_has_the_figures_of_its_arm(arm, tmp_path, monkeypatch):
-    pytest.importorskip("starlette")
-    pytest.importorskip("openai")
+def tiny_job(arm, agent, tmp_path, monkeypatch):
+    """A job of the study with a tiny model and this agent's code."""
     monkeypatch.setattr(catalog_agents, "_ROWS", {"train": 4, "test": 3})
     tiny_run.write_model(tmp_path / "Qwen2.5-Coder-0.5B-Instruct", max_positions=256)
-    (tmp_path / "my.py").write_text(AGENT)
+    (tmp_path / "my.py").write_text(agent)
     tiny = {
         "num_steps": 1,
         "num_prompts": 2,
@@ -144,9 +158,27 @@ def test_a_line_has_the_figures_of_its_arm(arm, tmp_path, monkeypatch):
     task = dataclasses.replace(study.tasks[0], fields={"agent.function": f"{tmp_path / 'my.py'}:agent"})
     job = study.job(task, {each.name: each for each in study.arms}[arm], 0, None, tmp_path / "runs")
     job.folder.mkdir(parents=True)
+    return study, job
+
+
+@pytest.mark.parametrize("arm", ["before", "after"])
+def test_a_line_has_the_figures_of_its_arm(arm, tmp_path, monkeypatch):
+    pytest.importorskip("starlette")
+    pytest.importorskip("openai")
+    study, job = tiny_job(arm, AGENT, tmp_path, monkeypatch)
     line = play(job)
     shown = {metric.key for metric in study.metrics}
     after_only = {"reward_first", "reward_last", "train_s", "peak_gb"}
     assert shown - (set() if arm == "after" else after_only) <= set(line["final"])
     assert line["final"]["valid"] == line["final"]["valid_greedy"] == 1.0 and line["final"]["right"] == 0.0
+    assert line["notes"] == []
     assert [point["agent_is_valid"] for point in line["curve"]] == ([1.0] if arm == "after" else [])
+
+
+def test_failed_episodes_stop_the_study_with_their_reason(tmp_path, monkeypatch):
+    pytest.importorskip("starlette")
+    pytest.importorskip("openai")
+    failing = "async def agent(client, row):\n    raise OSError('no place')\n"
+    _, job = tiny_job("before", failing, tmp_path, monkeypatch)
+    with pytest.raises(RunError, match=r"evaluation: 3 of 3 episodes have failed, the first: raised OSError"):
+        play(job)

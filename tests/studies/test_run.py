@@ -17,7 +17,7 @@ from faults.runs import Run
 from qerl.errors import UserError
 from qerl.tracking import is_timing
 from studies.results import Results
-from studies.run import best_rates, choice_jobs, final_jobs, run_study
+from studies.run import best_rates, choice_jobs, execute, final_jobs, run_study
 from studies.study import select
 
 
@@ -102,6 +102,16 @@ def test_checkpoints_are_gone_and_the_rest_of_a_run_stays(unbroken):
     for folder in runs:
         assert not (folder / "checkpoints").exists() and (folder / "metrics.jsonl").exists()
         assert (folder / "log.txt").exists()
+
+
+def test_notes_of_a_line_stand_where_its_figure_is_shown(files, tmp_path, capsys):
+    study = tiny_study.make(files)
+    job = study.job(study.tasks[0], study.arms[0], 0, 0.001, tmp_path)
+    line = {"task": job.task, "arm": job.arm, "seed": 0, "learning_rate": 0.001, "digest": job.digest}
+    line |= {"final": {study.metrics[0].key: 0.25}, "curve": [], "seconds": 3.2, "notes": ["2 of 9 failed"]}
+    execute(study, [job], Results(tmp_path / "results.jsonl"), lambda jobs: iter([(jobs[0], line)]))
+    assert capsys.readouterr().err.endswith(f"{study.metrics[0].key} 0.25 (3 s); 2 of 9 failed\n")
+    assert lines(tmp_path)[0]["notes"] == ["2 of 9 failed"]
 
 
 @pytest.mark.slow

@@ -148,7 +148,8 @@ class TaskConfig:
     if `judge` is the only reward: computing workers slow PyTorch on the same CPU cores."""
 
     reward_memory_gb: float = 8.0
-    """Memory that each such process may map beyond what it starts with; more raises MemoryError (Linux)."""
+    """Memory that each such process may have beyond what it starts with, and the stacks of an agent's or
+    environment's threads beyond that; more raises MemoryError (Linux)."""
 
     code: CodeConfig = CodeConfig()
     """Settings of the reward `code`, which runs a sample's Python program against the tests in

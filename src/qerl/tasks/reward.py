@@ -33,6 +33,7 @@ from qerl.tasks.group_rewards import GROUP_REWARDS
 from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.judges.judge import Judge
 from qerl.tasks.judges.own_judge import BASE, OwnJudge
+from qerl.tasks.memory_limit import stack_bytes
 from qerl.tasks.reward_calls import FunctionScores, RewardFunctions
 from qerl.tasks.reward_means import RewardTally, Sums, reward_means
 from qerl.tasks.reward_model import RewardModel
@@ -343,7 +344,8 @@ def _started(
     if environment is None:
         return None, None
     worker = EnvironmentWorker(environment, config.environment, deadline_s=config.reward_timeout_s)
-    return worker, WorkerPool(worker.play, num_workers=1, memory_bytes=int(config.reward_memory_gb * 1e9))
+    memory_bytes = int(config.reward_memory_gb * 1e9) + stack_bytes(config.environment.max_concurrent)
+    return worker, WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
 
 
 def _added(outcome: Outcome, weight: float, value: float | Failure) -> Outcome:

@@ -23,7 +23,8 @@ import jinja2.ext
 import jinja2.sandbox
 
 from qerl.errors import RunError, UserError
-from qerl.tasks.worker_process import OWN_ENDS, ForkedProcess, fork_process, limit_memory, signal_name
+from qerl.tasks.memory_limit import limit_memory
+from qerl.tasks.worker_process import OWN_ENDS, ForkedProcess, fork_process, signal_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # takes seconds to import

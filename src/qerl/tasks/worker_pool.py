@@ -9,7 +9,7 @@ pickled. Neither Ctrl-C nor a SIGTERM sent to every process ends them: the paren
 stopping the pool, kills its group, and with it any child that a job left behind. A job that signals its
 parent or its process group reaches its own keeper and worker only (worker_process.py).
 
-On Linux, a worker may map memory_bytes more than it started with (beyond that: MemoryError), the number of
+On Linux, a worker may have memory_bytes more than it started with (beyond that: MemoryError), the number of
 its tasks is limited, and the kernel kills it first if memory runs out. Deadlines use the monotonic clock.
 `pebble` was rejected: it uses the wall clock and treats a job that exits with code 0 as one that hangs
 (tests/faults/test_bad_reward.py).

@@ -4,7 +4,8 @@
 
 A keeper is the parent of one worker. It reports the worker's end in place of an outcome, and kills the
 worker's process group when the pool hangs up or has ended. It blocks every signal that can be blocked: code
-that signals its parent reaches the keeper, not the run.
+that signals its parent reaches the keeper, not the run. It also ends a worker that has more memory than it
+may (memory_limit.py).
 """
 
 import contextlib
@@ -28,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from qerl.tasks.memory_limit import data_bytes, limit_memory, limit_softly, resident_bytes
 from qerl.tasks.scoring import Failure
 
 MAX_PRINTED = 1 << 16
@@ -40,6 +42,7 @@ _HEADER_BYTES = 8
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _PR_SET_PDEATHSIG = 1
 _WATCH_S = 0.5
+_SPARE_BYTES = 64 << 20  # a worker at its limit gets MemoryError first
 _CHILD_POLL_S = 0.02  # where the end of a child cannot be waited for beside other events
 
 
@@ -255,19 +258,30 @@ def keep(pool: int, end: socket.socket, output: int, memory_bytes: int, work: Ca
     """Main function of a keeper, which leads the group of its worker."""
     os.setpgid(0, 0)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    max_bytes = data_bytes() + memory_bytes + _SPARE_BYTES
     worker = fork_process(_serve, mask, end, output, memory_bytes, work)
     events, watch_s = {end.fileno(): 0}, _CHILD_POLL_S
     with contextlib.suppress(AttributeError, OSError):  # Linux from 5.3 on
         events[os.pidfd_open(worker.pid)] = select.POLLIN
         watch_s = _WATCH_S
     while os.getppid() == pool and not _poll({end.fileno(): 0}, 0):
-        if worker.code is None and (code := worker.poll()) is not None:
+        if worker.code is None and (loss := _loss(worker, max_bytes)) is not None:
             events = {end.fileno(): 0}
             with contextlib.suppress(OSError):
-                end.sendall(_packed(lost(code)))
+                end.sendall(_packed(loss))
         _poll(events, watch_s)
     worker.kill()
     os.killpg(0, signal.SIGKILL)
+
+
+def _loss(worker: ForkedProcess, max_bytes: int) -> WorkerLost | None:
+    """Return how the worker has ended, or None while it runs; kill it if it has more memory than that."""
+    if (code := worker.poll()) is not None:
+        return lost(code)
+    if resident_bytes(worker.pid) <= max_bytes:
+        return None
+    worker.kill()
+    return WorkerLost("took too much memory", f"its process had more than {max_bytes / 1e9:.2f} GB")
 
 
 def _serve(
@@ -307,24 +321,9 @@ def _set_up_worker(output: int, memory_bytes: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a job may have killed its keeper
         limit_memory(memory_bytes)
-        _limit(resource.RLIMIT_NPROC, num_tasks() + MORE_TASKS)
+        limit_softly(resource.RLIMIT_NPROC, num_tasks() + MORE_TASKS)
 
 
 def num_tasks() -> int:
     """Return the number of tasks on the machine: at least that of the user's."""
     return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Let this process map this many bytes more, by a soft limit, and be killed first if memory runs out."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _limit(resource.RLIMIT_AS, mapped_bytes + num_bytes)
-
-
-def _limit(kind: int, limit: int) -> None:
-    """Set a soft limit: a reward may raise it."""
-    soft, hard = resource.getrlimit(kind)
-    known = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
-    resource.setrlimit(kind, (min([limit, *known]), hard))

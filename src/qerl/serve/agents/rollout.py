@@ -25,6 +25,7 @@ from qerl.serve.agents.replay import Replay, calls_before
 from qerl.serve.agents.worker import AgentCall, AgentWorker
 from qerl.serve.batcher import PromptTokens
 from qerl.serve.loaded_model import LoadedModel
+from qerl.tasks.memory_limit import stack_bytes
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.training.engines.replayed_batch import HistoriesPG, Parent, ReplayingEngine
@@ -49,7 +50,7 @@ class AgentPool:
         self.function, self.make, self._config = function, make, config
         self._pipe = OutcomePipe()
         worker = AgentWorker(function, config, self._pipe)
-        memory_bytes = int(task.reward_memory_gb * 1e9)
+        memory_bytes = int(task.reward_memory_gb * 1e9) + stack_bytes(config.max_concurrent)
         self._pool = WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
         self._pipe.start()
         self._endpoint: Endpoint | None = None
