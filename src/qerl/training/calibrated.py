@@ -108,7 +108,7 @@ def _calibrate(
     notice: Callable[[str], None],
 ) -> None:
     model, source, begin = config.model, locate(config.model.path), time.perf_counter()
-    checkpoint, name = source.open(), "model.calibrate gptq"
+    checkpoint, name = source.open(torch.device(model.device)), "model.calibrate gptq"
     resident = model.operand == "resident"
     sampler = float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
     loaded_s = time.perf_counter()
