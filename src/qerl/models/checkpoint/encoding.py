@@ -54,7 +54,8 @@ def encode_group(
     of them if they are small and a GPU encodes them: their shared scale else takes a second reading."""
     names = [f"{linear}.weight" for linear in group]
     num_bytes = 4 * sum(math.prod(checkpoint.shapes[name]) for name in names)
-    is_kept = device.type != "cpu" and num_bytes <= _KEPT_BYTES
+    has_shared_scale = kind is NVFP4 and len(group) > 1
+    is_kept = has_shared_scale and device.type != "cpu" and num_bytes <= _KEPT_BYTES
     kept = {name: read_float(checkpoint, name).to(device) for name in names} if is_kept else {}
     weights = (kept[name] if is_kept else read_float(checkpoint, name) for name in names)
     largest = _shared_largest(weights, kind, len(group))

@@ -35,7 +35,7 @@ _CPU_CHUNK_BYTES, _GPU_CHUNK_BYTES = 1 << 18, 1 << 23
 """Of the file, decoded at a time: a CPU's cache holds them; a GPU takes 150 MB for 4-bit codes."""
 _SETTLED_NS = 2_000_000_000
 """A file written later than this ago may be written again without a new time: clocks of files are coarse."""
-_TYPES = (
+TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
     *("TQ1_0", "TQ2_0", "MXFP4"),
@@ -214,8 +214,8 @@ def _parse_stream(cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], 
 def _entry(
     name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, begin: int, file_bytes: int
 ) -> _GgufEntry:
-    if kind.name not in _TYPES:
-        raise UserError(f"{name} is of ggml type {kind.name}; supported: {', '.join(_TYPES)}")
+    if kind.name not in TYPES:
+        raise UserError(f"{name} is of ggml type {kind.name}; supported: {', '.join(TYPES)}")
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_size:
         raise _DamagedError(f"{name} {list(shape)} does not divide into blocks of {block_size}")
