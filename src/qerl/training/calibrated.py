@@ -157,8 +157,7 @@ def float_decoder(checkpoint: Checkpoint, compute: torch.dtype, device: str, *, 
 
 
 class LoadedLinears:
-    """A checkpoint, but for the linears of a decoder loaded from it in bf16: reading those from a GGUF file
-    again takes longer than quantizing them."""
+    """A checkpoint, but for the linears of a decoder loaded from it in bf16, which are not read again."""
 
     def __init__(self, checkpoint: Checkpoint, decoder: Decoder):
         self.path: Path = checkpoint.path

@@ -4,7 +4,7 @@ import gguf
 import torch
 
 from models.checkpoints import tiny, write_gguf
-from qerl.formats import MXFP4, NVFP4
+from qerl.formats import MXFP4, NVFP4, PackedWeight
 from qerl.models.checkpoint import encoding
 from qerl.models.checkpoint.encoding import encode_group
 from qerl.models.checkpoint.gguf_file import GgufFile
@@ -33,7 +33,7 @@ def opened(tmp_path, device):
     return Counted(GgufFile(file, device))
 
 
-def tensors(checkpoint, device, kind=NVFP4):
+def tensors(checkpoint, device, kind: type[PackedWeight] = NVFP4):
     encoded = encode_group(checkpoint, GROUP, kind, device)
     return {
         f"{name}.{part}": tensor.cpu().view(torch.uint8)
@@ -54,7 +54,7 @@ def test_codes_are_the_same_wherever_the_file_is_decoded(tmp_path, device):
 def test_a_gpu_reads_a_small_group_once_and_a_cpu_saves_the_memory(tmp_path, device, monkeypatch):
     shared = 1 if device.type == "cuda" else 2
     for limit, times in ((1 << 28, shared), (0, 2)):
-        monkeypatch.setattr(encoding, "_KEPT_BYTES", limit)
+        monkeypatch.setattr(encoding, "_GROUP_BYTES", limit)
         checkpoint = opened(tmp_path, device)
         tensors(checkpoint, device)
         assert set(checkpoint.counts.values()) == {times}

@@ -18,7 +18,7 @@ from qerl.formats.block_scale import least_squares
 from qerl.models.checkpoint.source import Checkpoint
 from qerl.models.checkpoint.state_dict import read_float
 
-_KEPT_BYTES = 256 << 20
+_GROUP_BYTES = 256 << 20
 """float32 weights of a group in a GPU's memory: gate and up of a 3B model have 180 MB."""
 
 
@@ -55,13 +55,13 @@ def encode_group(
     names = [f"{linear}.weight" for linear in group]
     num_bytes = 4 * sum(math.prod(checkpoint.shapes[name]) for name in names)
     has_shared_scale = kind is NVFP4 and len(group) > 1
-    is_kept = has_shared_scale and device.type != "cpu" and num_bytes <= _KEPT_BYTES
-    kept = {name: read_float(checkpoint, name).to(device) for name in names} if is_kept else {}
-    weights = (kept[name] if is_kept else read_float(checkpoint, name) for name in names)
+    holds_group = has_shared_scale and device.type != "cpu" and num_bytes <= _GROUP_BYTES
+    group_weights = {name: read_float(checkpoint, name).to(device) for name in names} if holds_group else {}
+    weights = (group_weights[name] if holds_group else read_float(checkpoint, name) for name in names)
     largest = _shared_largest(weights, kind, len(group))
 
     def encoded(name: str) -> PackedWeight:
-        weight_NK = kept.pop(name) if is_kept else read_float(checkpoint, name).to(device)
+        weight_NK = group_weights.pop(name) if holds_group else read_float(checkpoint, name).to(device)
         with naming(f"{checkpoint.path}: {name}"):
             return encode_weight(weight_NK, kind, scales, largest)
 

@@ -32,7 +32,7 @@ from qerl.models.checkpoint.gguf_tensors import places
 from qerl.models.checkpoint.safetensors_file import CPU
 
 _CPU_CHUNK_BYTES, _GPU_CHUNK_BYTES = 1 << 18, 1 << 23
-"""Of the file, decoded at a time: a CPU's cache holds them; a GPU takes 150 MB for 4-bit codes."""
+"""Bytes of the file decoded at a time: a CPU's cache holds them; a GPU takes 150 MB for 4-bit codes."""
 _SETTLED_NS = 2_000_000_000
 """A file written later than this ago may be written again without a new time: clocks of files are coarse."""
 TYPES = (
