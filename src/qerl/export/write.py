@@ -179,7 +179,7 @@ def load_fp32_base(config: RunConfig, device: torch.device) -> Decoder:
     model = config.model
     with work(Console(stderr=True), f"loading {model.path} in {model.format}") as report:
         return build_decoder(
-            locate(model.path).open(),
+            locate(model.path).open(device),
             format=model.format,
             compute=torch.float32,
             device=device,

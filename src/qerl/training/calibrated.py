@@ -108,7 +108,7 @@ def _calibrate(
     notice: Callable[[str], None],
 ) -> None:
     model, source, begin = config.model, locate(config.model.path), time.perf_counter()
-    checkpoint, name = source.open(), "model.calibrate gptq"
+    checkpoint, name = source.open(torch.device(model.device)), "model.calibrate gptq"
     resident = model.operand == "resident"
     sampler = float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
     loaded_s = time.perf_counter()
@@ -157,8 +157,7 @@ def float_decoder(checkpoint: Checkpoint, compute: torch.dtype, device: str, *, 
 
 
 class LoadedLinears:
-    """A checkpoint, but for the linears of a decoder loaded from it in bf16: reading those from a GGUF file
-    again takes longer than quantizing them."""
+    """A checkpoint, but for the linears of a decoder loaded from it in bf16, which are not read again."""
 
     def __init__(self, checkpoint: Checkpoint, decoder: Decoder):
         self.path: Path = checkpoint.path

@@ -141,7 +141,7 @@ def load_sampler(
         check_tokens(tokenizer, decoder.vocab_size, source.path)
         _add_adapter(decoder, config)
         return decoder, TransformersEngine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
-    decoder = build_decoder(source.open(), **build, head=model.head_format, report=report)
+    decoder = build_decoder(source.open(build["device"]), **build, head=model.head_format, report=report)
     check_tokens(tokenizer, decoder.vocab_size, source.path)
     _add_adapter(decoder, config)
     set_router_noise(decoder, config.noise.router)

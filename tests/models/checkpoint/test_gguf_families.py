@@ -14,7 +14,7 @@ from models.gguf_rows import ROWS, model_of, write_row
 from models.tiny import logits_of
 from qerl.errors import UserError
 from qerl.models.checkpoint.gguf_families import FAMILIES
-from qerl.models.checkpoint.gguf_file import _TYPES, GgufFile
+from qerl.models.checkpoint.gguf_file import TYPES, GgufFile
 from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import tensor_shapes
 from qerl.models.families import from_hf_config
@@ -120,7 +120,7 @@ FROM_BYTES += ["IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4"]
 
 
 def test_every_type_that_is_supported_is_tested():
-    assert {"F32", *QUANTIZABLE, *FROM_BYTES} == set(_TYPES)
+    assert {"F32", *QUANTIZABLE, *FROM_BYTES} == set(TYPES)
 
 
 def finite_bytes(kind: gguf.GGMLQuantizationType) -> np.ndarray:

@@ -1,3 +1,4 @@
+import os
 import struct
 import time
 
@@ -8,6 +9,7 @@ import torch
 
 from models.checkpoints import byte_tokens, halves_to_pairs, tiny, write_gguf
 from qerl.errors import UserError
+from qerl.models.checkpoint import gguf_file
 from qerl.models.checkpoint.gguf_file import GgufFile
 from qerl.models.checkpoint.state_dict import tensor_shapes
 from qerl.models.families import from_hf_config
@@ -47,6 +49,61 @@ def test_a_quantized_tensor_reads_as_the_gguf_package_decodes_it(tmp_path, kind)
         decoded = torch.from_numpy(gguf.dequantize(gguf.quantize(stored.numpy(), kind), kind))
         got = file.read(name)
         assert torch.equal(got if heads is None else halves_to_pairs(got, heads), decoded)
+
+
+def test_tensors_are_decoded_on_the_device_that_is_asked_for(tmp_path, device):
+    kinds = {"up_proj": "Q8_0", "down_proj": "Q4_0", "v_proj": "Q5_1"}
+    model = tiny()
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, model, kinds={part: gguf.GGMLQuantizationType[name] for part, name in kinds.items()})
+    there, here = GgufFile(file, device), GgufFile(file)
+    for name in here.shapes:
+        assert here.read(name).device.type == "cpu"
+        assert there.read(name).device.type == device.type
+        assert torch.equal(there.read(name).cpu(), here.read(name)), name
+
+
+def test_a_tensor_of_many_chunks_is_whole(tmp_path, monkeypatch):
+    _, file = open_tiny(tmp_path, kinds={"_proj": gguf.GGMLQuantizationType.Q8_0})
+    whole = {name: file.read(name) for name in file.shapes}
+    monkeypatch.setattr(gguf_file, "_CPU_CHUNK_BYTES", 100)
+    for name, tensor in whole.items():
+        assert torch.equal(file.read(name), tensor), name
+
+
+def aged(file, seconds):
+    """Set the time of the file's last change back."""
+    then = time.time_ns() - seconds * 1_000_000_000
+    os.utime(file, ns=(then, then))
+
+
+def test_a_file_is_parsed_once_until_it_changes(tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), vocabulary={"tokens": byte_tokens()})
+    aged(file, 100)
+    tokens = GgufFile(file).metadata["tokenizer.ggml.tokens"]
+    assert GgufFile(file).metadata["tokenizer.ggml.tokens"] is tokens
+    renamed = byte_tokens()
+    renamed[-1] = renamed[-1][::-1] if len(renamed[-1]) > 1 else "#"
+    write_gguf(file, tiny(), vocabulary={"tokens": renamed})
+    aged(file, 50)
+    assert GgufFile(file).metadata["tokenizer.ggml.tokens"] == renamed
+
+
+def test_a_file_that_was_just_written_is_parsed_each_time(tmp_path):
+    """Two writes in a tick of the file system's clock have the same time."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), vocabulary={"tokens": byte_tokens()})
+    tokens = GgufFile(file).metadata["tokenizer.ggml.tokens"]
+    assert GgufFile(file).metadata["tokenizer.ggml.tokens"] is not tokens
+
+
+def test_what_a_reader_changes_in_its_metadata_no_other_reader_sees(tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny())
+    aged(file, 100)
+    GgufFile(file).metadata.clear()
+    assert GgufFile(file).metadata["general.architecture"] == "llama"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -1,5 +1,7 @@
 """Tokenizers of GGUF files against those that transformers builds from the same files."""
 
+import copy
+
 import pytest
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -43,6 +45,14 @@ def tokenizers_of(tmp_path, name, vocabulary=sentencepiece):
     file = tmp_path / "tiny.gguf"
     write_row(file, ROWS[name], model_of(ROWS[name]), vocabulary=vocabulary)
     return gguf_tokenizer(GgufFile(file)), AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+
+
+def test_a_copy_of_a_tokenizer_is_a_tokenizer_of_its_own(tmp_path):
+    tokenizer, _ = tokenizers_of(tmp_path, "llama")
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["hello world"])
+    assert len(other) == len(tokenizer) + 1
+    assert len(tokenizer("hello world").input_ids) > len(other("hello world").input_ids)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "gemma3"])

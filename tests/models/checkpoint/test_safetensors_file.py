@@ -56,6 +56,17 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, rng):
         )
 
 
+def test_tensors_come_on_the_device_that_is_asked_for(tmp_path, device):
+    truth = {"w": torch.arange(12.0).view(3, 4), "none": torch.zeros(0, 4)}
+    save(tmp_path, truth)
+    here = SafetensorsFolder(tmp_path)
+    there = here.on(device)
+    for name, tensor in truth.items():
+        assert there.read(name).device.type == device.type and here.read(name).device.type == "cpu"
+        assert torch.equal(there.read(name).cpu(), tensor)
+    assert torch.equal(there.read_rows("w", slice(1, 3)).cpu(), truth["w"][1:3])
+
+
 def test_the_shards_of_an_index_are_read_as_one_checkpoint(tmp_path):
     truth = save_tiny(tmp_path / "one").state_dict()
     save_tiny(tmp_path / "many").save_pretrained(tmp_path / "many", max_shard_size="40KB")

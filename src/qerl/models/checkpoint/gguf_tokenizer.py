@@ -106,12 +106,16 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
-    return PreTrainedTokenizerFast(
+    # transformers takes a copy, made by way of JSON: half of the time. This one has no other owner.
+    vars(tokenizer)["__deepcopy__"] = lambda memo: tokenizer
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         **special_tokens,
     )
+    del vars(tokenizer)["__deepcopy__"]
+    return fast
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
@@ -178,12 +182,11 @@ def _merging(file: GgufFile, tokens: list[str], merges: list[Any], **options: An
 def _add_whole_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
     """Add the tokens that are always one token, as special ones those that are control tokens."""
     kinds = list(zip(tokens, _array(file, "token_type", int), strict=False))
-    known = tokenizer.get_vocab()
     for wanted, is_special in ((_USER_DEFINED, False), (_CONTROL, True)):
         added = [
             AddedToken(token, normalized=False, special=is_special)
             for token, kind in kinds
-            if kind == wanted and token in known
+            if kind == wanted and tokenizer.token_to_id(token) is not None
         ]
         tokenizer.add_special_tokens(added) if is_special else tokenizer.add_tokens(added)
 

@@ -8,11 +8,12 @@ would peak at twice the checkpoint (`tests/models/test_loader.py` measures the p
 against the length of its file before the first tensor is read.
 """
 
+import copy
 import dataclasses
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+CPU = torch.device("cpu")
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_SHOWN_CHARS = 200
 
@@ -57,6 +59,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path):
         self.path = folder
+        self._device = CPU
         self.config = read_json(folder / "config.json")
         self._entries: dict[str, _SafetensorsEntry] = {}
         for file in weight_files(folder):
@@ -68,8 +71,14 @@ class SafetensorsFolder:
         self.shapes = {name: entry.shape for name, entry in self._entries.items()}
         self.dtypes = {name: entry.dtype for name, entry in self._entries.items()}
 
+    def on(self, device: torch.device) -> Self:
+        """Return the folder with `read` and `read_rows` on this device."""
+        folder = copy.copy(self)
+        folder._device = device
+        return folder
+
     def read(self, name: str) -> Tensor:
-        """Return the tensor as stored, on the CPU, in its own memory."""
+        """Return the tensor as stored, in its own memory."""
         return self._read(name, self._entries[name])
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
@@ -84,8 +93,7 @@ class SafetensorsFolder:
         )
         return self._read(name, some)
 
-    @staticmethod
-    def _read(name: str, entry: _SafetensorsEntry) -> Tensor:
+    def _read(self, name: str, entry: _SafetensorsEntry) -> Tensor:
         try:
             with open_regular(entry.file) as file:
                 file.seek(entry.begin)
@@ -95,8 +103,8 @@ class SafetensorsFolder:
         if len(data) < entry.num_bytes:
             raise UserError(f"{entry.file}: truncated: {name} ends before its {entry.num_bytes} bytes")
         if not entry.num_bytes:
-            return torch.zeros(entry.shape, dtype=entry.dtype)
-        return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
+            return torch.zeros(entry.shape, dtype=entry.dtype, device=self._device)
+        return torch.from_numpy(data).view(entry.dtype).view(entry.shape).to(self._device)
 
 
 def check_size(file: Path) -> None:

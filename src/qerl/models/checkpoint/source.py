@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import huggingface_hub
+import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 from torch import Tensor
@@ -33,7 +34,7 @@ from qerl.models.checkpoint.layouts import with_layout
 from qerl.models.checkpoint.layouts.layout import Layout, StoredWeight, fits, in_format
 from qerl.models.checkpoint.model_folder import check_folder
 from qerl.models.checkpoint.model_place import BUILT_IN, check_place, is_hub_id
-from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
+from qerl.models.checkpoint.safetensors_file import CPU, SafetensorsFolder
 from qerl.models.checkpoint.stored_names import named
 from qerl.tracking.progress import work
 
@@ -58,7 +59,7 @@ class Checkpoint(Protocol):
     """Shape of every tensor, by the decoder's name (stored_names.py): Hugging Face's, in most families."""
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU, in its own memory."""
+        """Return one tensor, in its own memory, on the device of `open` or on the CPU."""
         ...
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
@@ -111,8 +112,13 @@ class ModelSource:
     def is_gguf(self) -> bool:
         return self.path.suffix == ".gguf"
 
-    def open(self) -> Checkpoint:
-        return GgufFile(self.path) if self.is_gguf else named(with_layout(SafetensorsFolder(self.path)))
+    def open(self, device: torch.device = CPU) -> Checkpoint:
+        """device: where float tensors are wanted. A GGUF's are decoded there; a quantized folder's stay on
+        the CPU."""
+        if self.is_gguf:
+            return GgufFile(self.path, device)
+        folder = with_layout(SafetensorsFolder(self.path))
+        return named(folder.on(device) if isinstance(folder, SafetensorsFolder) else folder)
 
 
 def locate(path: str) -> ModelSource:

@@ -88,8 +88,8 @@ def make_note(
     if not probes:
         return None
     if adapter.kind == "full":
-        source, like = locate(model.path).open(), {"compute": policy.compute, "device": policy.device}
-        like |= {"scales": SCALES[model.block_scales]}
+        source = locate(model.path).open(policy.device)
+        like = {"compute": policy.compute, "device": policy.device, "scales": SCALES[model.block_scales]}
         base = build_decoder(source, format=model.format, resident=False, **like)
         base_kl = quantization_error(base, merged, probes).kl
     else:

@@ -63,7 +63,7 @@ def check_quantization(
     line; others are compared to what they decode to, and the line names the layout."""
     if not isinstance(decoder, Decoder):  # the float weights of transformers' model are not kept
         return None
-    checkpoint = locate(path).open() if original is None else original
+    checkpoint = locate(path).open(decoder.device) if original is None else original
     layout = layout_of(checkpoint)
     if format == "bf16" or (layout is not None and is_exact(layout, format)):
         return None

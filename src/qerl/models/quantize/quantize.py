@@ -87,7 +87,7 @@ def _write_gptq(options: QuantizeOptions) -> None:
     check_output_folder(options.out)
     source, model = locate(options.model), resolve_device(ModelConfig())
     device = torch.device(model.device)
-    checkpoint = source.open()
+    checkpoint = source.open(device)
     if layout_of(checkpoint) is not None:
         raise UserError(f"{options.model}: is quantized already")
     assert options.data is not None
@@ -109,7 +109,7 @@ def _write_gptq(options: QuantizeOptions) -> None:
 def _check(options: QuantizeOptions) -> str | None:
     """Return the line on what the written weights changed."""
     model = resolve_device(ModelConfig(path=str(options.out), format=options.format))
-    decoder = _load(locate(model.path).open(), model)
+    decoder = _load(locate(model.path).open(torch.device(model.device)), model)
     text = list(load_tokenizer(options.model)(TEXT)["input_ids"])
     return check_quantization(decoder, options.model, model.format, [text], "a built-in text")
 

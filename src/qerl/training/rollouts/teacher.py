@@ -112,11 +112,12 @@ def _policy(config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerB
     check_vocabulary(tokenizer, load_tokenizer(distil.teacher), distil.teacher)
     if _is_base(config, source):
         return partial(_without_adapter, student)
+    device = torch.device(model.device)
     decoder = build_decoder(
-        source.open(),
+        source.open(device),
         format=_format(config),
         compute=COMPUTE[model.dtype],
-        device=torch.device(model.device),
+        device=device,
         resident=model.operand == "resident",
         scales=SCALES[model.block_scales],
     )
