@@ -79,6 +79,18 @@ def test_adapters_by_row_are_those_of_the_bank_and_of_the_decode_step(decoder):
     assert planned(decoder)["adapters by row"] == found
 
 
+@pytest.mark.parametrize(
+    "others",
+    [{"train_norms": True}, {"modules_to_save": ("embed_tokens",)}, {"rank_pattern": (("q_proj", 8),)}],
+)
+def test_adapters_by_row_have_linears_alone(others):
+    a, sizes = report.read_architecture("qwen2.5-7b", "auto"), []
+    for adapter in (AdapterConfig(), AdapterConfig(**others)):
+        parts = with_clients([], a, dataclasses.replace(CONFIG, adapter=adapter), CLIENTS)
+        sizes += [part.num_bytes for part in parts if part.name == "adapters by row"]
+    assert sizes[0] == sizes[1] > 0
+
+
 def test_clients_raise_the_peak_and_their_number_decides_what_fits():
     few, many = (
         report.format_plan("qwen2.5-7b", RunConfig(), gpu_gb=24, prompt_tokens=256, num_adapters=n)

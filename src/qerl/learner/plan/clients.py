@@ -27,7 +27,8 @@ def with_clients(
     require(config.adapter.kind == "lora", "adapters: clients of one base have LoRA adapters")
     n, size = num_trained_weights(a, config.adapter), form_of(config).element_bytes
     limits = {"max_rank": config.adapter.rank, "max_adapters": SHARED_ADAPTERS}
-    widths = num_trained_weights(a, dataclasses.replace(config.adapter, rank=1))
+    alone = {"experts": "none", "train_norms": False, "modules_to_save": ()}  # linears
+    widths = num_trained_weights(a, dataclasses.replace(config.adapter, rank=1, rank_pattern=(), **alone))
     by_row = row_adapter_bytes(widths, size, num_adapters=min(num_adapters, SHARED_ADAPTERS), **limits)
     return [
         *(part for part in parts if part.name != _MOMENTS),
