@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -388,6 +389,22 @@ def test_a_time_to_live_is_not_set_with_what_an_overwritten_checkpoint_said(tmp_
     checkpoints.set_ttl(path, 1000)
     thread.join(30)
     assert checkpoints.info(path)["rank"] == 8
+
+
+def test_a_checkpoint_is_listed_while_its_time_to_live_is_set(tmp_path, monkeypatch):
+    checkpoints, iterdir = Checkpoints(tmp_path), Path.iterdir
+    path = checkpoints.save("run", "weights", "one", {}, {}, ABOUT)
+    (before,) = checkpoints.listed()
+    part = tmp_path / "run" / "weights" / "one" / "checkpoint.json.1.part"
+
+    def names(self):  # set_ttl replaces the file between this and what is read of each
+        part.touch()
+        found = list(iterdir(self))
+        part.unlink()
+        return iter(found)
+
+    monkeypatch.setattr(Path, "iterdir", names)
+    assert checkpoints.listed() == [before] and before["tinker_path"] == path
 
 
 def test_folders_of_killed_servers_are_removed_and_those_of_others_are_not(tmp_path):

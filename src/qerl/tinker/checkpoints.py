@@ -137,8 +137,8 @@ class Checkpoints:
             if kind not in KINDS:
                 continue
             try:
-                info = self._info(place)
-                size = sum(each.stat().st_size for each in place.iterdir())
+                info, files = self._info(place), place.iterdir()
+                size = sum(x.stat().st_size for x in files if x.suffix != ".part")  # set_ttl replaces a file
             except (
                 UserError,
                 FileNotFoundError,
