@@ -1,4 +1,5 @@
 import contextlib
+import json
 import sys
 from pathlib import Path
 
@@ -129,6 +130,18 @@ def test_a_name_beside_folders_of_runs_is_not_asked_of_the_hub(tmp_path, hub, mo
     assert refusal("runs/sum") == "runs/sum: no such folder among these runs; did you mean runs/sums?"
     assert hub.asked is None
     assert "cannot be downloaded from the hub" in refusal("run/sums")
+
+
+def test_a_hub_id_whose_owner_has_the_name_of_a_folder_of_its_runs_is_asked_of_the_hub(
+    tmp_path, hub, monkeypatch
+):
+    """--model some-org/model --out some-org/first, and then a resumed or another run of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some-org" / "first").mkdir(parents=True)
+    facts = {"config": {"model": {"path": "some-org/model"}}}
+    (tmp_path / "some-org" / "first" / "run.json").write_text(json.dumps(facts))
+    assert "cannot be downloaded from the hub" in refusal("some-org/model")
+    assert "cannot be downloaded from the hub" in refusal("some-org/other")
 
 
 def test_a_damaged_cache_is_not_taken_and_the_failed_download_says_what_was_tried(

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from qerl.config.regular_file import parse_json, read_regular
 from qerl.errors import UserError, did_you_mean_folder, require
 from qerl.models.checkpoint.model_folder import check_folder
 from qerl.tracking.run_folders import runs_in
@@ -12,7 +13,8 @@ BUILT_IN = "smollm2-135m-instruct"
 
 def check_place(path: str) -> None:
     """Raise UserError for what can be no model: a missing folder, also one beside folders of runs, whose name
-    could be a hub id; a file that is no .gguf file; a folder without weights. Nothing is downloaded."""
+    could be a hub id, unless a run trains a model of that owner; a file that is no .gguf file; a folder
+    without weights. Nothing is downloaded."""
     local = Path(path).expanduser()
     if path == BUILT_IN:
         return
@@ -25,8 +27,17 @@ def check_place(path: str) -> None:
             f"{path}: no such folder or file, not a hub id (owner/name), and not the built-in {BUILT_IN}"
             + did_you_mean_folder(local)
         )
-    elif runs_in(local.parent):
+    elif (runs := runs_in(local.parent)) and not any(_is_of_owner(run, path) for run in runs):
         raise UserError(f"{path}: no such folder among these runs{did_you_mean_folder(local)}")
+
+
+def _is_of_owner(run: Path, hub_id: str) -> bool:
+    """True if the run trains a model of this hub id's owner, whose name the folder of runs has too."""
+    try:
+        model = parse_json(read_regular(run / "run.json"))["config"]["model"]["path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return isinstance(model, str) and model.startswith(hub_id.partition("/")[0] + "/")
 
 
 def is_hub_id(path: str) -> bool:
