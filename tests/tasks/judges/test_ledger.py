@@ -118,3 +118,45 @@ def test_a_request_without_an_answer_is_free_if_nothing_was_computed(tmp_path, m
     monkeypatch.setattr(judge._client, "post", fail)
     judge(prompts=["Q"], completions=["0123456789"])
     assert spent(tmp_path) == (1, pytest.approx(cost))
+
+
+def test_each_try_that_may_be_charged_counts_in_full(tmp_path, monkeypatch):
+    """An endpoint that answers too late has computed each answer; an answer in time costs what it says."""
+    settings = settings_of(tmp_path, model="m", rubric="{completion}", retries=3)
+    judge, answers = Judge(TaskConfig(rewards=("judge",), judge=settings)), [TimeoutError(), TimeoutError()]
+    usage = {"prompt_tokens": 7, "completion_tokens": 3}
+    answers.append({"choices": [{"message": {"content": "Score: 1"}}], "usage": usage})
+    trying(judge, answers, monkeypatch)
+    judge(prompts=["Q"], completions=["0123456789"])
+    assert spent(tmp_path) == (3, pytest.approx((2 * REQUEST + 37) / 1e6))
+
+
+def test_no_try_is_sent_that_may_exceed_the_cost(tmp_path, monkeypatch):
+    limit = 2.5 * REQUEST / 1e6
+    settings = settings_of(tmp_path, model="m", rubric="{completion}", retries=3, max_cost=limit)
+    judge, answers = Judge(TaskConfig(rewards=("judge",), judge=settings)), [TimeoutError()] * 4
+    trying(judge, answers, monkeypatch)
+    (failure,) = judge(prompts=["Q"], completions=["0123456789"])
+    assert "max_cost is reached" in failure.message and len(answers) == 2
+    assert spent(tmp_path) == (2, pytest.approx(2 * REQUEST / 1e6))
+
+
+def test_a_try_after_one_that_was_free_is_the_same_request(tmp_path, monkeypatch):
+    settings = settings_of(tmp_path, model="m", rubric="{completion}", retries=1)
+    judge = Judge(TaskConfig(rewards=("judge",), judge=settings))
+    trying(judge, [ConnectionRefusedError(), TimeoutError()], monkeypatch)
+    judge(prompts=["Q"], completions=["0123456789"])
+    assert spent(tmp_path) == (1, pytest.approx(REQUEST / 1e6))
+
+
+def trying(judge, answers, monkeypatch):
+    """Let the judge's endpoint answer these one after the other, without pauses between tries."""
+
+    def answer(path, data):
+        one = answers.pop(0)
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    monkeypatch.setattr(judge._client, "_try", answer)
+    monkeypatch.setattr(time, "sleep", lambda s: None)

@@ -78,17 +78,25 @@ class Judge:
         return content
 
     def _answer(self, message: str) -> dict[str, Any]:
-        request, cost = None, None
+        request, cost, reserved = None, None, highest_cost(self._settings, message)
+
+        def begin_again() -> None:
+            nonlocal request
+            if request is not None:
+                self._ledger.settle(request, None)
+            request = None
+            request = self._ledger.begin(reserved)
+
         try:
             self._model = self._model or self._client.first_model()
-            request = self._ledger.begin(highest_cost(self._settings, message))
+            begin_again()
             body = {
                 "model": self._model,
                 "messages": [{"role": "user", "content": message}],
                 "temperature": 0,
                 "max_tokens": self._settings.max_tokens,
             }
-            answer = self._client.post("chat/completions", body)
+            answer = self._client.post("chat/completions", body, begin_again)
             cost = cost_of(self._settings, answer.get("usage"))
             return answer
         except RequestFailed as error:

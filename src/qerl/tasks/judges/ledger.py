@@ -6,8 +6,9 @@ sent, and settles at what it did cost:
     sent if    cost + sum of open reservations + its own <= max_cost
     refused if cost + its own > max_cost                             else it waits until open ones settle
 
-A request that never settles, as of a worker that was stopped, counts in full: it may have been charged. Only
-an endpoint that counts more tokens than a message has bytes and max_tokens can exceed max_cost.
+A request that never settles, as of a worker that was stopped, counts in full: it may have been charged. So
+does a try that timed out; the next try is a request of its own. Only an endpoint that counts more tokens than
+a message has bytes and max_tokens can exceed max_cost.
 """
 
 import contextlib

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +31,7 @@ class RequestFailed(Exception):
     """RequestFailed("timed out", "no answer within 60 s")"""
 
     def __init__(self, cause: str, message: str, *, is_free: bool = False):
-        """is_free: no endpoint charges for it, as nothing was computed."""
+        """is_free: no endpoint charges for the last try, as nothing was computed."""
         message = printable(redact(message))[:300]
         super().__init__(cause, message)
         self.cause, self.message, self.is_free = cause, message, is_free
@@ -64,20 +65,21 @@ class OpenAIClient:
         proxies = [urllib.request.ProxyHandler({})] if parts.hostname in _LOOPBACK else []
         self._opener = urllib.request.build_opener(_NoRedirect(), *proxies)
 
-    def post(self, path: str, body: Json) -> Json:
-        """Return the JSON object of the answer; raise RequestFailed after the last try."""
-        return self._request(path, json.dumps(body).encode())
+    def post(self, path: str, body: Json, again: Callable[[], None] = lambda: None) -> Json:
+        """Return the JSON object of the answer; raise RequestFailed after the last try. again: is called
+        before another try if the last one may be charged."""
+        return self._request(path, json.dumps(body).encode(), again)
 
     def first_model(self) -> str:
         """Return the name of the first model that the endpoint lists."""
-        models = self._request("models", None).get("data")
+        models = self._request("models", None, lambda: None).get("data")
         first = models[0] if isinstance(models, list) and models else None
         if not isinstance(first, dict) or not isinstance(first.get("id"), str):
             raise RequestFailed("not an answer", f"{self.url}/models lists no model")
         return first["id"]
 
-    def _request(self, path: str, data: bytes | None) -> Json:
-        pause_s, is_free = _FIRST_PAUSE_S, True
+    def _request(self, path: str, data: bytes | None, again: Callable[[], None]) -> Json:
+        pause_s = _FIRST_PAUSE_S
         for attempt in range(self._retries + 1):
             is_last = attempt == self._retries
             try:
@@ -93,9 +95,10 @@ class OpenAIClient:
                 else:
                     text = f"{self.url}: {reason or type(error).__name__}"
                     failed = RequestFailed("not reachable", text, is_free=isinstance(reason, _NO_CONNECTION))
-            is_free = failed.is_free = failed.is_free and is_free
             if is_last:
                 raise failed
+            if not failed.is_free:
+                again()
             time.sleep(min(pause_s, _MAX_PAUSE_S))
             pause_s *= 2
         raise AssertionError
