@@ -1,6 +1,8 @@
 """What each kernel uses as NVRTC has compiled it, from a record of the tests' variants.
 
-    python tests/kernels/kernel_uses.py     write kernel_uses.json, after a change of a source or of NVRTC
+    PYTHONPATH=. python tests/kernels/kernel_uses.py
+
+It writes kernel_uses.json; run it after a change of a source or of NVRTC.
 
 The tests ask for some 500 variants, of which each takes half a second of a core. A cubin depends on its
 source, the headers, the definitions, the architecture and NVRTC's version alone, and a variant is recorded
