@@ -52,9 +52,7 @@ _SEEDS = tuple(range(8))
 _RATES, _FULL_RATES = (2e-5, 5e-5, 1e-4), (1e-6, 3e-6, 1e-5)
 
 _METRICS = (
-    Metric(
-        key="greedy", title="Greedy accuracy", about="1,319 test problems, last number of the answer, after"
-    ),
+    Metric(key="greedy", title="Greedy accuracy", about="1,319 test problems, last number of the answer"),
     Metric(key="sampled", title="Sampled accuracy", about="the same at temperature 1"),
     Metric(key="strict_greedy", title="Greedy, strict", about="the number behind ####"),
     Metric(key="strict_sampled", title="Sampled, strict"),

@@ -12,7 +12,7 @@ from studies.picture import num_seeds, seconds_text
 from studies.results import Line
 from studies.statistics import estimate
 from studies.study import Arm, Study
-from studies.verdict import MIN_SEEDS, by_verdict, signed, title_of, word
+from studies.verdict import MIN_SEEDS, by_verdict, ends_of, signed, title_of, word
 
 
 def results(study: Study, lines: Sequence[Line]) -> str:
@@ -25,8 +25,10 @@ def results(study: Study, lines: Sequence[Line]) -> str:
     by_arm = [(_short(arm), of_arm) for arm, of_arm in by_arm if of_arm]
     if not by_arm:
         return ""
+    have_same = len({len(of_arm) for _, of_arm in by_arm}) == 1
+    each = [(arm, "" if have_same else f" (n = {len(arm[1])})") for arm in by_arm]
     sampled, greedy = (
-        "; ".join(f"{name} from {_rise(key, of_arm)}" for name, of_arm in by_arm)
+        "; ".join(f"{name}{number} from {_rise(key, of_arm)}" for (name, of_arm), number in each)
         for key in ("accuracy", "greedy")
     )
     spread = " with 95 % intervals" if max(len(of_arm) for _, of_arm in by_arm) >= MIN_SEEDS else ""
@@ -41,8 +43,8 @@ def _rise(key: str, lines: Sequence[Line]) -> str:
     """Return "0.121 to 0.270 [0.255, 0.285]", before and after training."""
     before = fmean(line["final"][f"{key}_before"] for line in lines)
     after = estimate([line["final"][f"{key}_after"] for line in lines])
-    has_interval = after.n >= MIN_SEEDS and after.low is not None
-    interval = f" [{after.low:.3f}, {after.high:.3f}]" if has_interval else ""
+    ends = ends_of(after)
+    interval = "" if ends is None else f" [{ends[0]:.3f}, {ends[1]:.3f}]"
     return f"{before:.3f} to {after.mean:.3f}{interval}"
 
 
@@ -61,7 +63,20 @@ def verdicts(study: Study, judged: Sequence[Judged]) -> str:
         f"*{word(study, verdict).capitalize()}*: {'; '.join(_claim(study, one) for one in claims)}."
         for verdict, claims in by_verdict(judged)
     ]
-    return f"{study.question} From {number} pair{'s' * (pairs[-1] > 1)} of runs: {' '.join(groups)}"
+    pairs_text = f"From {number} pair{'s' * (pairs[-1] > 1)} of runs{_too_few(judged)}"
+    leading = study.metrics[0]
+    return f"{study.question} {pairs_text}: {' '.join(groups)} {leading.title} here: {leading.about}."
+
+
+def _too_few(judged: Sequence[Judged]) -> str:
+    """Return for how many claims no outcome of so few pairs could have had p < 0.05, or nothing."""
+    run = [one for one in judged if one.evidence is not None]
+    few = [one for one in run if one.has_too_few_units]
+    if not few:
+        return ""
+    return (
+        f", too few to decide {'any claim' if len(few) == len(run) else f'{len(few)} of {len(run)} claims'}"
+    )
 
 
 def _claim(study: Study, judged: Judged) -> str:

@@ -99,8 +99,9 @@ _LEAD = "The claims of QeRL (arXiv 2510.11696), and what our runs say of them, m
 _RULE = (
     "Each cell: verdict, mean difference with its own 95 % interval, p of the exact sign-flip test over n"
     " pairs (task and seed), corrected by Holm's method over the claims of its study. Reproduced, refuted: p"
-    f" < {SIGNIFICANCE}, and the difference has the claimed or the opposite sign. Not shown: p is larger;"
-    " differences outside the interval are excluded, those inside are open. Depends: the tasks differ. Not"
+    f" < {SIGNIFICANCE}, and the difference has the claimed or the opposite sign. Not shown: p is larger, as"
+    " it always is with n below 6, whatever the interval, which is of one claim alone and assumes normal"
+    " differences; those inside it are open. Depends: the tasks differ. Not"
     " run: a study asks it, and has no lines of its arms yet. Empty: no study asks it."
 )
 

@@ -38,9 +38,18 @@ def number(value: float) -> str:
 
 
 def interval(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return number(estimate.mean)
-    return f"{number(estimate.mean)} [{number(estimate.low)}, {number(estimate.high)}]"
+    ends = ends_of(estimate)
+    text = number(estimate.mean)
+    return text if ends is None else f"{text} [{number(ends[0])}, {number(ends[1])}]"
+
+
+def ends_of(estimate: Estimate) -> tuple[float, float] | None:
+    """Return the interval; None with fewer than MIN_SEEDS values, and if all values are the same, as those of
+    one deterministic evaluation are: they say nothing of other seeds."""
+    low, high = estimate.low, estimate.high
+    if estimate.n < MIN_SEEDS or low is None or high is None or high - low <= 1e-12 * abs(estimate.mean):
+        return None
+    return low, high
 
 
 def signed(estimate: Estimate) -> str:
@@ -49,10 +58,8 @@ def signed(estimate: Estimate) -> str:
 
 def with_ci(estimate: Estimate, metric: str) -> str:
     """Return "+0.778 in entropy, 95 % CI [0.768, 0.787]"."""
-    mean = _plus(estimate.mean)
-    if estimate.low is None or estimate.high is None:
-        return f"{mean} in {metric}"
-    return f"{mean} in {metric}, 95 % CI [{number(estimate.low)}, {number(estimate.high)}]"
+    ends, text = ends_of(estimate), f"{_plus(estimate.mean)} in {metric}"
+    return text if ends is None else f"{text}, 95 % CI [{number(ends[0])}, {number(ends[1])}]"
 
 
 def _plus(value: float) -> str:
@@ -114,10 +121,16 @@ def details(study: Study, judged: Judged, evidence: Evidence) -> list[str]:
 
 
 def excluded(difference: Estimate) -> str:
-    """Return the effects that the interval of a claim that was not shown leaves no room for."""
-    if difference.n < MIN_SEEDS or difference.low is None or difference.high is None:
+    """Return the effects that the interval of a claim that was not shown leaves no room for, or why an
+    interval without 0 decides nothing."""
+    ends = ends_of(difference)
+    if ends is None:
         return ""
-    return f"effects above {_plus(difference.high)} or below {_plus(difference.low)} are excluded (95 %)"
+    low, high = ends
+    if low <= 0 <= high:
+        return f"effects above {_plus(high)} or below {_plus(low)} are excluded (95 %)"
+    side = "above" if low > 0 else "below"
+    return f"the interval lies {side} 0, but is of one claim alone and assumes normal differences: p decides"
 
 
 def side_text(study: Study, judged: Judged, side: SideResult) -> str:

@@ -5,8 +5,9 @@ import pytest
 from qerl.config import RunConfig
 from studies.analysis import bands, differences, judge, matched, matched_mean, table, values_of
 from studies.findings import brief
+from studies.statistics import estimate
 from studies.study import Arm, Claim, Curve, Metric, Study, StudyTask
-from studies.verdict import evidence_text, stopping_note, summary, tally
+from studies.verdict import evidence_text, interval, stopping_note, summary, tally, with_ci
 
 
 def study(*claims, seeds=(0, 1, 2, 3, 4), arms=("base", "a", "b"), weights="plain", **changes):
@@ -248,3 +249,19 @@ def test_a_supported_claim_of_others_is_reproduced():
     assert tally(theirs, judged) == "Claims of QeRL: 1 reproduced."
     assert tally(ours, judged) == "Claims: 1 supported."
     assert "**Reproduced**" in summary(theirs, judged, [], "")
+
+
+def test_an_interval_without_0_of_too_few_pairs_excludes_nothing():
+    asked = study(claim())
+    (judged,) = judge(asked, [one for one in lines("a", 0.1, 0.1, range(4)) if one["task"] == "x"])
+    assert judged.verdict == "not shown" and judged.has_too_few_units
+    assert judged.evidence.over_all.difference.low > 0
+    text = evidence_text(asked, judged)
+    assert "excluded" not in text
+    assert "the interval lies above 0, but is of one claim alone and assumes normal differences" in text
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.1], [0.1, 0.3], [0.25] * 4])
+def test_two_values_and_values_without_spread_have_no_interval(values):
+    assert "[" not in interval(estimate(values)) and "CI" not in with_ci(estimate(values), "x")
+    assert "[" in interval(estimate([0.1, 0.2, 0.3]))

@@ -109,16 +109,21 @@ def test_a_headline_has_the_means_before_and_after():
     assert "(n = 1): BF16 LoRA from 0.160 to 0.260; NVFP4 from 0.120 to 0.220;" in headline.results(
         STUDY, lines(1)
     )
+    fewer = headline.results(STUDY, [one for one in lines(4) if (one["arm"], one["seed"]) != ("bf16", 0)])
+    assert "(n = 3 to 4): BF16 LoRA (n = 3) from 0.160 to 0.280" in fewer and "NVFP4 (n = 4) from" in fewer
     assert headline.results(STUDY, []) == "" == headline.verdicts(STUDY, judge(STUDY, []))
 
 
 def test_verdicts_in_brief_have_every_claim_with_its_interval():
     text = headline.verdicts(STUDY, judge(STUDY, lines(8)))
     assert (
-        "From 7 to 8 pairs of runs: *Refuted*: NVFP4 + AQN ends above BF16 LoRA (greedy accuracy -0.04 ["
+        "From 7 to 8 pairs of runs: *Refuted*: NVFP4 + AQN ends above BF16 LoRA (greedy accuracy -0.04)"
         in text
     )
     assert "*Not run*: AQN raises what BF16 LoRA ends at." in text
+    assert "Greedy accuracy here: 1,319 test problems" in text
+    few = headline.verdicts(STUDY, judge(STUDY, lines(3)))
+    assert "From 2 to 3 pairs of runs, too few to decide any claim: *Not shown*" in few
     assert all(one.says in text for one in STUDY.claims)
 
 
