@@ -23,6 +23,7 @@ ELSEWHERE = {
     "samples.keep_steps": "tracking/sample_files.py",
     "samples.keep_mb": "tracking/sample_files.py",
     "learn.max_tokens_per_microbatch": "config/learn.py",
+    "model.scales": "config/model.py",
     "adapter.train_norms": "models/trained_weight.py",
     "adapter.modules_to_save": "models/trained_weight.py",
     **dict.fromkeys([f"sample.{name}" for name in ("top_k", "top_p", "min_p", "stop")], _SAMPLING),
@@ -101,7 +102,7 @@ def test_a_tiny_fine_tuning_reads_every_setting_of_its_own(tmp_path, reads):
     own = {field.name for field in dataclasses.fields(SftOptions)}
     not_read = {name for name in unread(reads) if name.partition(".")[0] in own}
     not_read |= {name for kind, name in FIELDS if kind is SftConfig and (kind, name[4:]) not in reads}
-    elsewhere = {"loggers", "learn.max_tokens_per_microbatch"}
+    elsewhere = {"loggers", "learn.max_tokens_per_microbatch", "model.scales"}
     elsewhere |= {"adapter.train_norms", "adapter.modules_to_save"}
     assert elsewhere <= ELSEWHERE.keys() and not_read == elsewhere | {"evaluate.float"}  # which sft refuses
 

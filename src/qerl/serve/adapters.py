@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from qerl.errors import UserError, require
@@ -103,7 +103,7 @@ class ServedAdapters:
             if name in adapted
         }
         masters = [f"{name}.lora_{side}.weight" for name in linears for side in "AB"]
-        stored = load_file(folder / ADAPTER)
+        stored = load((folder / ADAPTER).read_bytes())
         tensors = decoder_tensors(self._decoder.architecture, stored, masters)
         unknown = sorted(tensors.keys() - set(masters))
         require(not unknown, f"{folder}: the model has no linear for {unknown[:1]}")

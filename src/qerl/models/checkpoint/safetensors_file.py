@@ -120,6 +120,11 @@ def check_size(file: Path) -> None:
         raise UserError(f"{file}: it has {num_bytes:,} bytes, the limit is {_MAX_HEADER_BYTES:,}")
 
 
+def stored_names(file: Path) -> list[str]:
+    """Return the names of a file's tensors; its path needs not be UTF-8, as safetensors' own reader needs."""
+    return list(_header(file)[0])
+
+
 def _header(file: Path) -> tuple[dict[str, Any], int, int]:
     """Return (header, offset of the data, bytes in the file)."""
     try:

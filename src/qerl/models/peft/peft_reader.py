@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from qerl.config import AdapterConfig
 from qerl.errors import UserError, did_you_mean_folder, naming
 from qerl.models.checkpoint.model_folder import read_json
+from qerl.models.checkpoint.safetensors_file import stored_names
 from qerl.models.peft.peft_experts import experts_of_settings
 from qerl.models.peft.peft_fields import NO_EFFECT, check_fields
 from qerl.models.peft.peft_modules import wholes_of_tensors
@@ -68,7 +69,7 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
         needs = f"adapter.experts {config.experts} needs {needed}"
         raise UserError(f"{folder}: the adapters of experts have rank {rank}, {needs}")
     try:
-        return load_file(folder / ADAPTER)
+        return load((folder / ADAPTER).read_bytes())
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / ADAPTER}: cannot be read: {error}") from error
 
@@ -121,11 +122,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def tensor_names(file: Path) -> list[str]:
     """Return the names of the file's tensors in transformers' model."""
-    try:
-        with safe_open(file, "pt") as tensors:
-            return [name.removeprefix(PEFT_PREFIX) for name in tensors.keys()]  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
+    return [name.removeprefix(PEFT_PREFIX) for name in stored_names(file)]
 
 
 def linears_of(names: Iterable[str]) -> list[Module]:
