@@ -73,6 +73,12 @@ def test_more_shared_memory_costs_its_job_alone(pool):
     assert re.search(r"had more than [\d.]+ GB", large.message)
 
 
+def test_what_the_pool_has_reserved_is_no_room_for_its_workers(pool):
+    with mmap.mmap(-1, 4096 * MB, flags=PRIVATE):
+        first, large = pool(share, 200).run([50, 1000], deadline_s=60)
+    assert first == 50 and isinstance(large, WorkerLost)
+
+
 def test_a_job_that_names_itself_like_a_size_is_watched_as_others(pool):
     def work(item):
         Path("/proc/self/comm").write_text("VmData: 1 kB")

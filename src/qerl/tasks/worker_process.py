@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from qerl.tasks.memory_limit import data_bytes, limit_memory, limit_softly, resident_bytes
+from qerl.tasks.memory_limit import limit_memory, limit_softly, resident_bytes
 from qerl.tasks.scoring import Failure
 
 MAX_PRINTED = 1 << 16
@@ -258,7 +258,7 @@ def keep(pool: int, end: socket.socket, output: int, memory_bytes: int, work: Ca
     """Main function of a keeper, which leads the group of its worker."""
     os.setpgid(0, 0)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    max_bytes = data_bytes() + memory_bytes + _SPARE_BYTES
+    max_bytes = resident_bytes(os.getpid()) + memory_bytes + _SPARE_BYTES
     worker = fork_process(_serve, mask, end, output, memory_bytes, work)
     events, watch_s = {end.fileno(): 0}, _CHILD_POLL_S
     with contextlib.suppress(AttributeError, OSError):  # Linux from 5.3 on
