@@ -152,7 +152,10 @@ def gsm8k_small() -> Study:
     rate = f"All arms have the rate {BASE.learn.learning_rate:g}; none was chosen."
     strict = "Strict accuracies are 0: this model writes its number in \\boxed{}, never behind ####."
     return dataclasses.replace(
-        study, rates=(), remarks=(*_REMARKS[:2], rate, strict), picture=_picture("0.5B", "bf16", "nvfp4", "nvfp4+aqn")
+        study,
+        rates=(),
+        remarks=(*_REMARKS[:2], rate, strict),
+        picture=_picture("0.5B", "bf16", "nvfp4", "nvfp4+aqn"),
     )
 
 
