@@ -18,7 +18,8 @@ def test_killed_at_random_moments_and_started_at_once_a_run_is_the_unbroken_one(
         kills.trial(files, tmp_path / str(i), whole, moment_s)
         for i, moment_s in enumerate(kills.moments_s(3, 1, whole_s))
     ]
-    assert [one["difference"] for one in trials] == [None] * 3
+    differences = [one["difference"] for one in trials]
+    assert differences == [None] * 3, "\n".join(map(str, differences))
     assert not any(one["survivors"] for one in trials)
 
 
