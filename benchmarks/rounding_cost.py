@@ -8,12 +8,12 @@ a90bd20c have today's names: there `gptq` was `gptq+float0+fp32`, and today's `g
 """
 
 import json
-from html import escape
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.rows import NOT_MEASURED, Row, wrapped
 from qerl.bench.record import RESULTS, ROOT
+from qerl.tracking.report.svg import svg_document, svg_text
 
 FOLDER = ROOT / RESULTS / "calibration"
 ACCURACIES = ROOT / "studies" / "gsm8k_untrained" / "results.jsonl"
@@ -57,10 +57,13 @@ def read_accuracies(path: Path = ACCURACIES) -> dict[tuple[str, str], float]:
 def cost_table(rows: list[Row], accuracies: dict[tuple[str, str], float]) -> str:
     """Return a line for each shown arm: each model's KL and agreement on held-out questions, the KL on
     questions other than those, and the accuracy. A column without a figure is left out."""
-    arms = ARMS | _STUDY_ONLY
+    arms, latest, others = ARMS | _STUDY_ONLY, _latest(rows), _latest(rows, others=True)
     columns = [["", *arms.values()]]
     for model in _models(rows):
-        figures = [_figures(rows, accuracies, model, arm) for arm in arms]
+        figures = [
+            _figures(latest.get((model, arm)), others.get((model, arm)), _accuracy(accuracies, model, arm))
+            for arm in arms
+        ]
         heads = [f"{_size(model)}: {head}" for head in ("KL", "top-1", "KL, other questions", "accuracy")]
         columns += [[head, *cells] for head, *cells in zip(heads, *figures, strict=True)]
     columns = [column for column in columns if set(column[1:]) != {_EMPTY}]
@@ -69,9 +72,11 @@ def cost_table(rows: list[Row], accuracies: dict[tuple[str, str], float]) -> str
     return "\n".join([*lines, "", wrapped(_sources(rows))])
 
 
-def _figures(rows: list[Row], accuracies: dict[tuple[str, str], float], model: str, arm: str) -> list[str]:
-    row, other = (_latest(rows, others=others).get((model, arm)) for others in (False, True))
-    right = accuracies.get((_size(model), _STUDY_ARMS.get(arm, arm)))
+def _accuracy(accuracies: dict[tuple[str, str], float], model: str, arm: str) -> float | None:
+    return accuracies.get((_size(model), _STUDY_ARMS.get(arm, arm)))
+
+
+def _figures(row: Row | None, other: Row | None, right: float | None) -> list[str]:
     return [
         _EMPTY if row is None else f"{row['kl']:.4f}",
         _EMPTY if row is None else f"{row['agreement']:.3f}",
@@ -85,10 +90,11 @@ def cost_svg(rows: list[Row]) -> str:
     models, latest = _models(rows), _latest(rows)
     shown = [row for row in latest.values() if row["arm"] in ARMS]
     largest = max((row["answer_kl"] for row in shown), default=1.0)
-    parts = [_text(_LEFT, 18, "KL to the float weights on their own answers, nats a token", "small")]
+    heading = "KL to the float weights on their own answers, nats a token"
+    parts = [svg_text(_LEFT, 18, heading, "small", "start")]
     for index, (arm, name) in enumerate(ARMS.items()):
         top = _TOP + _ROW * index
-        parts.append(_text(_LEFT - 10, top + 18, name.replace("`", ""), "", "end"))
+        parts.append(svg_text(_LEFT - 10, top + 18, name.replace("`", ""), "", "end"))
         for at, model in enumerate(models[: len(_CLASSES)]):
             row = latest.get((model, arm))
             kl = None if row is None else row["answer_kl"]
@@ -97,10 +103,10 @@ def cost_svg(rows: list[Row]) -> str:
                 f'<rect class="{_CLASSES[at]}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}"/>'
             )
             label = NOT_MEASURED if kl is None else f"{kl:.4f}"
-            parts.append(_text(_LEFT + width + 6, y + 11, f"{label}  {_size(model)}", "small"))
+            text = f"{label}  {_size(model)}"
+            parts.append(svg_text(round(_LEFT + width + 6, 1), y + 11, text, "small", "start"))
     height = _TOP + _ROW * len(ARMS)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">'
-    return "\n".join([head, _STYLE, *parts, "</svg>"]) + "\n"
+    return svg_document(_WIDTH, height, [_STYLE, *parts])
 
 
 def _models(rows: list[Row]) -> list[str]:
@@ -121,7 +127,3 @@ def _size(model: str) -> str:
 def _sources(rows: list[Row]) -> str:
     sources = sorted({(row["gpu"], row["commit"][:8], row["date"]) for row in rows})
     return "; ".join(f"{gpu}, commit {commit}, {date}" for gpu, commit, date in sources)
-
-
-def _text(x: float, y: float, text: str, name: str, anchor: str = "start") -> str:
-    return f'<text class="{name}" x="{x:.1f}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -4,6 +4,7 @@ The curves are those of the study's page; each ends in its arm's name and last m
 seeds, seconds and GPU is read from the lines. Colors follow the reader's light or dark setting.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -77,8 +78,12 @@ def write_picture(study: Study, lines: Sequence[Line], folder: Path) -> Path | N
 
 def num_seeds(lines: Sequence[Line]) -> str:
     """Return "n = 8", or "n = 7 to 8" if arms have different numbers of runs."""
-    counts = sorted({sum(line["arm"] == arm for line in lines) for arm in {line["arm"] for line in lines}})
+    counts = sorted(set(_runs_by_arm(lines).values()))
     return f"n = {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")
+
+
+def _runs_by_arm(lines: Sequence[Line]) -> Counter[str]:
+    return Counter(line["arm"] for line in lines)
 
 
 def seconds_text(lines: Sequence[Line]) -> str:
@@ -96,7 +101,7 @@ def seconds_text(lines: Sequence[Line]) -> str:
 
 
 def _facts(picture: Picture, lines: Sequence[Line]) -> list[str]:
-    few = min(sum(line["arm"] == arm for line in lines) for arm in {line["arm"] for line in lines})
+    few = min(_runs_by_arm(lines).values())
     spread = (
         "mean and 95 % interval over seeds" if few >= MIN_SEEDS else "mean, too few seeds for an interval"
     )

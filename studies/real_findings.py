@@ -13,12 +13,12 @@ from pathlib import Path
 
 from qerl.tracking.atomic_file import write_atomic
 from studies import costs
-from studies.analysis import SIGNIFICANCE, Judged, Verdict
+from studies.analysis import SIGNIFICANCE, Judged
 from studies.catalog import SMALL_STUDIES, STUDIES
 from studies.findings import Result, read_lines, results_in, with_results
 from studies.results import Line
 from studies.study import Study
-from studies.verdict import WORDS, evidence_text, markdown, p_text, signed
+from studies.verdict import evidence_text, markdown, p_text, signed, word_of_others
 
 MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B")
 Place = tuple[str, str, str, str]
@@ -119,7 +119,7 @@ def real_findings(results: Sequence[Result], lines: Mapping[str, Sequence[Line]]
     parts += [text for name, study in studies.items() if (text := _costs(study, lines[name]))]
     shown = {place for _, places in ROWS for place in places}
     others = [
-        f"- {study.name}: {_word(one.verdict)}: {one.claim.says} ({evidence_text(study, one)})."
+        f"- {study.name}: {word_of_others(one.verdict)}: {one.claim.says} ({evidence_text(study, one)})."
         for study, claims in results
         for one in claims
         if study.name in studies and place_of(study.name, one) not in shown and one.evidence is not None
@@ -151,13 +151,9 @@ def _cell(place: Place | None, judged: Mapping[Place, Judged]) -> str:
         return ""
     one = judged.get(place)
     if one is None or one.evidence is None or one.p is None:
-        return _word("not run")
+        return word_of_others("not run")
     difference, n = one.evidence.over_all.difference, one.evidence.num_units
-    return f"**{_word(one.verdict)}** {signed(difference)}, {p_text(one.p)}, n = {n}"
-
-
-def _word(verdict: Verdict) -> str:
-    return WORDS[verdict].replace("supported", "reproduced")
+    return f"**{word_of_others(one.verdict)}** {signed(difference)}, {p_text(one.p)}, n = {n}"
 
 
 def _costs(study: Study, lines: Sequence[Line]) -> str:

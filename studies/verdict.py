@@ -76,7 +76,12 @@ def effect(paired: Paired) -> str:
 
 def word(study: Study, verdict: Verdict) -> str:
     """Return the verdict as it is read: "reproduced" for a supported claim of another work."""
-    return WORDS[verdict].replace("supported", "reproduced") if study.reproduces else WORDS[verdict]
+    return word_of_others(verdict) if study.reproduces else WORDS[verdict]
+
+
+def word_of_others(verdict: Verdict) -> str:
+    """Return the verdict on a claim of another work."""
+    return WORDS[verdict].replace("supported", "reproduced")
 
 
 def difference_text(study: Study, judged: Judged) -> str:

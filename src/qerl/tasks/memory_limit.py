@@ -29,7 +29,7 @@ def limit_memory(num_bytes: int) -> None:
     with contextlib.suppress(AttributeError):  # C libraries without arenas
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _MAX_ARENAS)
     if _limits_data():
-        limit_softly(resource.RLIMIT_DATA, data_bytes() + num_bytes)
+        limit_softly(resource.RLIMIT_DATA, _data_bytes() + num_bytes)
     else:
         mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit_softly(resource.RLIMIT_AS, mapped_bytes + num_bytes)
@@ -38,7 +38,7 @@ def limit_memory(num_bytes: int) -> None:
 def _limits_data() -> bool:
     """True if RLIMIT_DATA limits private mappings: in Linux from 4.7 on, but not in every sandbox."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    limit_softly(resource.RLIMIT_DATA, data_bytes() + _PROBE_BYTES)
+    limit_softly(resource.RLIMIT_DATA, _data_bytes() + _PROBE_BYTES)
     try:
         mmap.mmap(-1, 2 * _PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:
@@ -54,7 +54,7 @@ def stack_bytes(num_threads: int) -> int:
     return num_threads * (_STACK_BYTES if soft == resource.RLIM_INFINITY else soft)
 
 
-def data_bytes() -> int:
+def _data_bytes() -> int:
     """Return the bytes of this process's private memory, used or not, as RLIMIT_DATA counts them."""
     return _status_bytes(os.getpid()).get("VmData", 0)
 
