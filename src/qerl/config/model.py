@@ -10,6 +10,14 @@ from qerl.config.conflicts import check_conflicts
 from qerl.errors import UserError, require
 
 _NAME = re.compile(r"\w+")
+Scales = Literal["auto", "plain", "mse"]
+
+
+def chosen_scales(scales: Scales, *, uses_gptq: bool) -> Literal["plain", "mse"]:
+    """Return the block scales that are meant: auto is mse with GPTQ, which was measured with no other."""
+    if scales != "auto":
+        return scales
+    return "mse" if uses_gptq else "plain"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +35,7 @@ class ModelConfig:
     """Format of the frozen linear weights. A checkpoint that is already NVFP4 is loaded as it is. fp8-flow:
     FP8 weights whose inputs are quantized to FP8 too, in sampling and in learning."""
 
-    scales: Literal["auto", "plain", "mse"] = "auto"
+    scales: Scales = "auto"
     """Choice of the block scales where float weights are quantized to nvfp4 or mxfp4. plain: map the largest
     weight of a block to the largest code. mse: pick the candidate with the least squared error. auto: mse
     with model.calibrate, else plain."""
@@ -64,9 +72,7 @@ class ModelConfig:
     @property
     def block_scales(self) -> Literal["plain", "mse"]:
         """model.scales, with auto replaced."""
-        if self.scales != "auto":
-            return self.scales
-        return "plain" if self.calibrate == "none" else "mse"
+        return chosen_scales(self.scales, uses_gptq=self.calibrate != "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

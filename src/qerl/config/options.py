@@ -9,6 +9,7 @@ import tyro
 
 from qerl.config import ModelConfig, TaskConfig
 from qerl.config.check import check_numbers, check_positive
+from qerl.config.model import Scales, chosen_scales
 from qerl.errors import UserError, require
 
 
@@ -67,7 +68,7 @@ class QuantizeOptions:
     format: Literal["nvfp4", "mxfp4"] = "nvfp4"
     """Format of the weights."""
 
-    scales: Literal["auto", "plain", "mse"] = "auto"
+    scales: Scales = "auto"
     """Choice of the block scales. plain: map the largest weight of a block to the largest code. mse: pick
     the candidate with the least squared error; with gptq weighted by the inputs. auto: mse with gptq, else
     plain."""
@@ -107,9 +108,7 @@ class QuantizeOptions:
     @property
     def block_scales(self) -> Literal["plain", "mse"]:
         """--scales, with auto replaced."""
-        if self.scales != "auto":
-            return self.scales
-        return "mse" if self.calibrate == "gptq" else "plain"
+        return chosen_scales(self.scales, uses_gptq=self.calibrate == "gptq")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
