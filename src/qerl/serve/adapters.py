@@ -11,11 +11,11 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
-from safetensors.torch import load
 from torch import Tensor, nn
 
 from qerl.errors import UserError, require
 from qerl.models.adapter_bank import AdapterBank
+from qerl.models.checkpoint.safetensors_file import load_whole
 from qerl.models.decoder import Decoder
 from qerl.models.peft.adapter import adapted_linears
 from qerl.models.peft.peft_names import PEFT_PREFIX, decoder_tensors
@@ -103,7 +103,7 @@ class ServedAdapters:
             if name in adapted
         }
         masters = [f"{name}.lora_{side}.weight" for name in linears for side in "AB"]
-        stored = load((folder / ADAPTER).read_bytes())
+        stored = load_whole(folder / ADAPTER)
         tensors = decoder_tensors(self._decoder.architecture, stored, masters)
         unknown = sorted(tensors.keys() - set(masters))
         require(not unknown, f"{folder}: the model has no linear for {unknown[:1]}")

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.errors import RunError, UserError, require
 from qerl.models import hf_writer
+from qerl.models.checkpoint.safetensors_file import load_whole
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 
@@ -91,8 +92,8 @@ class Checkpoints:
     def load(self, path: str) -> SavedAdapter:
         place, info = self._place(path), self.info(path)
         try:
-            tensors = load_file(place / ADAPTER)
-            moments = load_file(place / _OPTIMIZER) if (place / _OPTIMIZER).exists() else None
+            tensors = load_whole(place / ADAPTER)
+            moments = load_whole(place / _OPTIMIZER) if (place / _OPTIMIZER).exists() else None
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be read: {error}") from None
         return SavedAdapter(tensors, moments, info)

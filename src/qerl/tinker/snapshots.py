@@ -11,9 +11,10 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from qerl.models.checkpoint.safetensors_file import load_whole
 from qerl.models.hf_writer import locked_folder, remove_abandoned
 
 _PREFIX = ".samplers-"
@@ -40,7 +41,7 @@ class Snapshots:
     def tensors(self, number: int) -> Mapping[str, Tensor]:
         with self._lock:
             held = self._held.get(number)
-            tensors = load_file(self._file(number)) if held is None else held
+            tensors = load_whole(self._file(number)) if held is None else held
             self._hold(number, tensors)
             return tensors
 

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import struct
 
@@ -8,7 +9,7 @@ from safetensors.torch import save_file
 
 from models.checkpoints import save_tiny
 from qerl.errors import UserError
-from qerl.models.checkpoint.safetensors_file import SafetensorsFolder
+from qerl.models.checkpoint.safetensors_file import SafetensorsFolder, load_whole, stored_names
 
 DTYPES = [
     torch.float64,
@@ -156,3 +157,13 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, text):
     save(tmp_path, {"a": torch.ones(2)})
     (tmp_path / "config.json").write_text(text)
     assert "config.json: " in refusal(tmp_path)
+
+
+def test_a_small_file_is_read_at_a_path_that_is_not_utf_8(tmp_path):
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    folder.mkdir()
+    file = save(folder, tensors)
+    assert sorted(stored_names(file)) == ["a", "b"]
+    found = load_whole(file)
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -121,8 +122,14 @@ def check_size(file: Path) -> None:
 
 
 def stored_names(file: Path) -> list[str]:
-    """Return the names of a file's tensors; its path needs not be UTF-8, as safetensors' own reader needs."""
+    """Return the names of a file's tensors; its path needs not be UTF-8, as for safetensors' `safe_open`."""
     return list(_header(file)[0])
+
+
+def load_whole(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file that is small, such as an adapter's; its path as for `stored_names`.
+    Raise OSError or SafetensorError."""
+    return safetensors.torch.load(file.read_bytes())
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int, int]:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from qerl.config import AdapterConfig
 from qerl.errors import UserError, did_you_mean_folder, naming
 from qerl.models.checkpoint.model_folder import read_json
-from qerl.models.checkpoint.safetensors_file import stored_names
+from qerl.models.checkpoint.safetensors_file import load_whole, stored_names
 from qerl.models.peft.peft_experts import experts_of_settings
 from qerl.models.peft.peft_fields import NO_EFFECT, check_fields
 from qerl.models.peft.peft_modules import wholes_of_tensors
@@ -69,7 +68,7 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
         needs = f"adapter.experts {config.experts} needs {needed}"
         raise UserError(f"{folder}: the adapters of experts have rank {rank}, {needs}")
     try:
-        return load((folder / ADAPTER).read_bytes())
+        return load_whole(folder / ADAPTER)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / ADAPTER}: cannot be read: {error}") from error
 
