@@ -1,7 +1,7 @@
 """The claims of QeRL on a real model: Qwen2.5-Coder-Instruct on GSM8K, on a GPU.
 
 gsm8k            1.5B: BF16, NF4, MXFP4 and NVFP4, with AQN, calibrated, and full fine-tuning
-gsm8k_small      0.5B: the four main arms
+gsm8k_small      0.5B: the four main arms, and a calibrated one that is merged
 gsm8k_untrained  both: what each format costs before training
 """
 
@@ -19,7 +19,7 @@ from qerl.config import (
     TaskConfig,
 )
 from studies.common import AQN, TRAINING_CURVES, TRAINING_METRICS, claim
-from studies.real_models import measure_before_training, train_and_test
+from studies.real_models import measure_before_training, train_and_test, train_test_and_merge
 from studies.study import Arm, Curve, Fields, Metric, Picture, Study, StudyTask, with_fields
 
 _REQUEST = "{question}\nThink step by step, then give the final number after ####."
@@ -49,6 +49,7 @@ PAPER_NOISE: Fields = {
 _PLAIN: Fields = {"noise.schedule": "none"}
 _SEEDS = tuple(range(8))
 """With fewer pairs the exact test, corrected for six claims, cannot reach 0.05."""
+_CALIBRATED = "calibration"
 _RATES, _FULL_RATES = (2e-5, 5e-5, 1e-4), (1e-6, 3e-6, 1e-5)
 
 _METRICS = (
@@ -67,6 +68,10 @@ _METRICS = (
     Metric(key="train_s", title="Seconds", about="of all steps, evaluations included"),
     Metric(key="step_s", title="Seconds a step", about="median of the steps"),
     Metric(key="peak_gb", title="Memory", about="largest of a step, 1e9 bytes"),
+)
+_MERGED = (
+    Metric(key="merged_greedy", title="Merged, greedy", about="the adapter merged into 4 bits"),
+    Metric(key="merged_sampled", title="Merged, sampled"),
 )
 _UNTRAINED = (
     *(m for m in _METRICS if not m.key.startswith(("reward", "entropy", "train", "step", "peak"))),
@@ -148,12 +153,24 @@ def gsm8k() -> Study:
 
 def gsm8k_small() -> Study:
     """One rate for all arms: gsm8k chooses them for each."""
-    study = _study("gsm8k_small", "0.5B", _SMALL, _MAIN, ())
+    claims = (
+        claim(
+            "Calibrated NVFP4 ends [above|below] NVFP4", "nvfp4-gptq", "nvfp4", "greedy", family=_CALIBRATED
+        ),
+        claim(
+            "Calibrated NVFP4 ends [below|above] BF16 LoRA",
+            *("nvfp4-gptq", "bf16", "greedy", -1),
+            family=_CALIBRATED,
+        ),
+    )
+    study = _study("gsm8k_small", "0.5B", _SMALL, (*_MAIN, _GPTQ), claims)
     rate = f"All arms have the rate {BASE.learn.learning_rate:g}; none was chosen."
     strict = "Strict accuracies are 0: this model writes its number in \\boxed{}, never behind ####."
     return dataclasses.replace(
         study,
         rates=(),
+        measure=train_test_and_merge,
+        metrics=(*_METRICS, *_MERGED),
         remarks=(*_REMARKS[:2], rate, strict),
         picture=_picture("0.5B", "bf16", "nvfp4", "nvfp4+aqn"),
     )

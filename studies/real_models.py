@@ -4,6 +4,7 @@
                                    its last number counts
     strict_greedy, strict_sampled  the same answers; only the number behind the last #### counts
     pass@8, maj@8                  8 answers to each of the first 256 problems, at the run's temperature
+    merged_greedy, merged_sampled  the accuracies of what `qerl export --as nvfp4` writes of a calibrated run
 
 Held-out sets of other data have NAME_greedy, NAME_pass@1 and NAME_pass@k of k answers at temperature 1.
 
@@ -14,6 +15,7 @@ rows are parts of files in FOLDER (real_rows.py).
 
 import dataclasses
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +27,12 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig
+from qerl.config.options import ExportOptions
 from qerl.config.stored import with_stored_base
 from qerl.engine.local_engine import LocalEngine
 from qerl.errors import UserError, require
 from qerl.eval.benchmark import majority_reward
+from qerl.export import export
 from qerl.learner.checkpoint import latest_adapter
 from qerl.learner.distributed import Ranks
 from qerl.models.device import resolve_device
@@ -77,6 +81,26 @@ def train_and_test(job: Job) -> dict[str, Any]:
     """Run or resume the job, then answer the test problems with what it learned."""
     line, config, adapter = _trained(job)
     return {**line, "final": line["final"] | test_figures(config, adapter)}
+
+
+def train_test_and_merge(job: Job) -> dict[str, Any]:
+    """Do the same, and of a calibrated run also with its adapter merged into 4 bits."""
+    line, config, adapter = _trained(job)
+    figures = test_figures(config, adapter)
+    if config.model.calibrate != "none":
+        figures |= _merged_figures(job, config)
+    return {**line, "final": line["final"] | figures}
+
+
+def _merged_figures(job: Job, config: RunConfig) -> dict[str, float]:
+    """Return the accuracies of the exported model, whose folder is deleted again."""
+    out = job.folder / "merged"
+    shutil.rmtree(out, ignore_errors=True)  # of a killed run
+    export(config, ExportOptions(run=job.folder, out=out, form="nvfp4"))
+    merged = with_fields(config, {"model.path": str(out), "model.format": "nvfp4", "model.calibrate": "none"})
+    figures = test_figures(merged, None)
+    shutil.rmtree(out)
+    return {f"merged_{name}": figures[name] for name in ("greedy", "sampled")}
 
 
 def train_and_answer(job: Job, sets: Sequence[HeldOut]) -> dict[str, Any]:
