@@ -186,6 +186,6 @@ def agents() -> Study:
             claim("Training [raises|lowers] the share of valid calls", _AFTER, _BEFORE, "valid"),
             claim("Training [raises|lowers] the agents' accuracy", _AFTER, _BEFORE, "right"),
         ),
-        remarks=("The checkpoint is a GGUF file in Q8_0 if one was used; its weights are rounded to NVFP4.",),
+        remarks=("The checkpoint was a GGUF file in Q4_K_M; its weights, decoded, are rounded to NVFP4.",),
         has_constant_weights=True,
     )

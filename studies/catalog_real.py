@@ -62,8 +62,10 @@ _METRICS = (
     *(
         metric
         for metric in TRAINING_METRICS
-        if metric.key in ("reward_mean", "reward_first", "reward_last", "entropy_first", "entropy_last")
+        if metric.key
+        in ("reward_mean", "matched", "reward_first", "reward_last", "entropy_first", "entropy_last")
     ),
+    Metric(key="greedy_before", title="Greedy before", about="256 test problems"),
     Metric(key="tokens_sampled", title="Length", about="tokens of a sampled answer, at most 512"),
     Metric(key="train_s", title="Seconds", about="of all steps, evaluations included"),
     Metric(key="step_s", title="Seconds a step", about="median of the steps"),
@@ -74,7 +76,12 @@ _MERGED = (
     Metric(key="merged_sampled", title="Merged, sampled"),
 )
 _UNTRAINED = (
-    *(m for m in _METRICS if not m.key.startswith(("reward", "entropy", "train", "step", "peak"))),
+    *(
+        m
+        for m in _METRICS
+        if not m.key.startswith(("reward", "matched", "entropy", "train", "step", "peak"))
+        and m.key != "greedy_before"
+    ),
     Metric(key="calibrate_s", title="Calibration", about="seconds, with the model's own samples"),
 )
 TEST_CURVE = Curve(
@@ -183,11 +190,13 @@ def _picture(size: str, *arms: str) -> Picture:
 
 
 def _study(name: str, size: str, model: str, arms: tuple[Arm, ...], claims: tuple) -> Study:
+    task = f"gsm8k-{size.lower()}"
+    growth = (task, "reward_first"), (task, "matched")
     return Study(
         name=name,
         question=f"Do the claims of QeRL hold for Qwen2.5-Coder-{size}-Instruct on GSM8K?",
         base=with_fields(BASE, {"model.path": model}),
-        tasks=(StudyTask(name=f"gsm8k-{size.lower()}", fields={}),),
+        tasks=(StudyTask(name=task, fields={}),),
         arms=arms,
         baseline="bf16",
         measure=train_and_test,
@@ -200,20 +209,24 @@ def _study(name: str, size: str, model: str, arms: tuple[Arm, ...], claims: tupl
         claims=(
             claim(
                 "NVFP4 has a [higher|lower] entropy than BF16",
-                "nvfp4",
-                "bf16",
-                "entropy_first",
+                *("nvfp4", "bf16", "entropy_first"),
                 is_headline=True,
             ),
-            claim("NVFP4's reward grows [faster|more slowly] than BF16's", "nvfp4", "bf16", "reward_mean"),
             claim(
-                "NVFP4 + AQN's reward grows [faster|more slowly] than BF16's",
-                "nvfp4+aqn",
-                "bf16",
-                "reward_mean",
+                "NVFP4's reward grows [faster|more slowly] than BF16's",
+                *("nvfp4", "bf16", "reward_mean"),
+                side_results=growth,
             ),
             claim(
-                "NVFP4 + AQN ends [above|below] BF16 LoRA", "nvfp4+aqn", "bf16", "greedy", is_headline=True
+                "NVFP4 + AQN's reward grows [faster|more slowly] than BF16's",
+                *("nvfp4+aqn", "bf16", "reward_mean"),
+                side_results=growth,
+            ),
+            claim(
+                "NVFP4 + AQN ends [above|below] BF16 LoRA",
+                *("nvfp4+aqn", "bf16", "greedy"),
+                side_results=((task, "greedy_before"),),
+                is_headline=True,
             ),
             claim("AQN [raises|lowers] what NVFP4 ends at", "nvfp4+aqn", "nvfp4", "greedy", is_headline=True),
             claim("AQN [raises|lowers] what BF16 LoRA ends at", "bf16+aqn", "bf16", "greedy"),

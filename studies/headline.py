@@ -80,8 +80,11 @@ def _too_few(judged: Sequence[Judged]) -> str:
 
 
 def _claim(study: Study, judged: Judged) -> str:
-    """Return "NVFP4 + AQN ends above BF16 LoRA (greedy accuracy -0.023 [-0.045, 0.001])"."""
-    text = judged.claim.says
+    """Return "NVFP4 + AQN ends above BF16 LoRA (greedy accuracy -0.023 [-0.045, 0.001]; greedy before
+    -0.055)", the claim's side results last."""
     if judged.evidence is None:
-        return text
-    return f"{text} ({title_of(study, judged.claim.metric)} {signed(judged.evidence.over_all.difference)})"
+        return judged.claim.says
+    differences = [(judged.claim.metric, judged.evidence.over_all.difference)]
+    differences += [(side.metric, side.difference) for side in judged.side_results]
+    told = "; ".join(f"{title_of(study, metric)} {signed(difference)}" for metric, difference in differences)
+    return f"{judged.claim.says} ({told})"

@@ -117,10 +117,10 @@ def test_a_headline_has_the_means_before_and_after():
 def test_verdicts_in_brief_have_every_claim_with_its_interval():
     text = headline.verdicts(STUDY, judge(STUDY, lines(8)))
     assert (
-        "From 7 to 8 pairs of runs: *Refuted*: NVFP4 + AQN ends above BF16 LoRA (greedy accuracy -0.04)"
-        in text
+        "From 7 to 8 pairs of runs: *Refuted*: NVFP4 + AQN ends above BF16 LoRA (greedy accuracy -0.04; "
+        "greedy before -0.04)" in text
     )
-    assert "*Not run*: AQN raises what BF16 LoRA ends at." in text
+    assert "*Not run*: AQN raises what BF16 LoRA ends at;" in text
     assert "Greedy accuracy here: 1,319 test problems" in text
     few = headline.verdicts(STUDY, judge(STUDY, lines(3)))
     assert "From 2 to 3 pairs of runs, too few to decide any claim: *Not shown*" in few

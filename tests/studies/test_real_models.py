@@ -17,6 +17,7 @@ from qerl.tasks import VotePool
 from qerl.training.policy import load_sampler
 from qerl.types import Group, Prompt, Sample
 from studies import real_models
+from studies.analysis import DERIVED
 from studies.catalog_real import REAL_STUDIES
 from studies.real_models import (
     _accuracies,
@@ -100,7 +101,7 @@ def test_a_line_has_the_figures_before_and_after(files, tmp_path):
     job = study.job(study.tasks[0], study.arms[1], 0, 1e-3, tmp_path)
     line = train_and_test(job)
     shown = {metric.key for metric in study.metrics}
-    assert shown - {"step_s", "merged_greedy", "merged_sampled"} <= set(line["final"])
+    assert shown - {"merged_greedy", "merged_sampled", *DERIVED} <= set(line["final"])
     assert [point["step"] for point in line["curve"]] == [0]
     assert {curve.y for curve in study.curves} - {"eval_accuracy"} <= set(line["curve"][0])
     assert 0 < line["final"]["tokens_sampled"] <= 8
@@ -114,7 +115,7 @@ def test_a_calibrated_arm_is_merged_and_tested_again(files, tmp_path, monkeypatc
     read = []
     monkeypatch.setattr(real_models, "load_sampler", lambda c, t: read.append(c.model) or load_sampler(c, t))
     line = study.measure(job)
-    assert {metric.key for metric in study.metrics} - {"step_s"} <= set(line["final"])
+    assert {metric.key for metric in study.metrics} - set(DERIVED) <= set(line["final"])
     assert [(Path(model.path).name, model.calibrate) for model in read] == [
         ("base", "gptq"),
         ("merged", "none"),
