@@ -18,6 +18,7 @@ from qerl.models.checkpoint.source import locate
 from qerl.models.checkpoint.state_dict import architecture_of
 from qerl.models.checkpoint.tokenizer import load_tokenizer, stop_token_ids
 from qerl.models.loader import build_decoder
+from qerl.tasks.memory_limit import limit_memory
 from qerl.training.policy import load_sampler
 
 
@@ -62,9 +63,7 @@ def refusal(work: Callable[[], object]) -> str:
     """The UserError of work that has 60 seconds, 20 of them on a processor, and 1 GB; "" if it ends well."""
 
     def boxed() -> None:
-        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = used_bytes + (1 << 30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        limit_memory(1 << 30)  # not addresses: tokenizers makes a thread for each core
         resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
         try:
             work()

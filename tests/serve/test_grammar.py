@@ -76,8 +76,9 @@ HOSTILE = {
 }
 
 
-def memory_mb():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+def memory_mb(pid: int | str = "self", column: int = 1):
+    """Memory in use; column 0: addresses."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[column]) * os.sysconf("SC_PAGESIZE") / 1e6
 
 
 def test_hostile_schemas_neither_stop_nor_change_the_requests_beside_them(client):
@@ -203,6 +204,23 @@ def test_a_grammars_process_ends_with_its_request(client):
         assert workers()[0]
     assert client.post(CHAT, json=asked({"type": "objec"})).status_code == 400
     parts.wait_for(lambda: not workers()[1])
+
+
+def test_a_grammars_process_takes_no_addresses_for_threads(model, monkeypatch):
+    """Its limit is of addresses: each thread with an arena of malloc would take 72 MiB of 256."""
+    monkeypatch.setenv("RAYON_NUM_THREADS", "128")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1024")
+    parts.wait_for(lambda: not workers()[1])  # of the tests before
+    one = grammar.Grammars(model).of(HOSTILE["nested repeats"])
+    try:
+        one.compile()
+        choices = [one.choice() for _ in range(8)]
+        assert all(choice.allowed_V().any() for choice in choices)
+        (child,) = workers()[1]
+        (parent,) = [pid for pid in workers()[0] if child in children(pid)]
+        assert memory_mb(child, 0) - memory_mb(parent, 0) < 32
+    finally:
+        one.close()
 
 
 def test_a_request_whose_grammars_process_dies_fails_alone_and_the_next_one_gets_another(client):

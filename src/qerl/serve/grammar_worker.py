@@ -130,6 +130,8 @@ def _limited(cpu_s: float) -> Iterator[None]:
 
 
 def _limit_memory(num_bytes: int) -> None:
+    """Limit addresses: a fork has one thread, for which nothing is reserved on any number of cores, as
+    tests/serve/test_grammar.py shows."""
     with contextlib.suppress(OSError):  # if memory runs out, this process is ended first
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -90,6 +90,7 @@ def test_a_fork_bomb_has_no_first_child():
 
 def test_a_memory_hog_meets_its_limit():
     assert raised("x = bytearray(1 << 30)") == "MemoryError\n"
+    assert raised("x = mmap.mmap(-1, 1 << 30)", "import mmap") == "OSError\n"  # shared memory
     assert raised("import os; os.memfd_create('x')") == "PermissionError\n"
     assert printed("x = bytearray(100 << 20); print(len(x))") == f"{100 << 20}\n"
 

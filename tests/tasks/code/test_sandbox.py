@@ -277,6 +277,24 @@ def test_the_threads_of_a_program_are_bounded_by_its_own_number(limits):
     assert backends.MAX_TASKS - 3 <= count < backends.MAX_TASKS
 
 
+def test_threads_leave_the_limited_addresses_to_the_program(limits):
+    program = """
+        import time
+        from concurrent.futures import ThreadPoolExecutor
+        def work(item):
+            held = [bytes(1000) for _ in range(200)]
+            time.sleep(1)
+            return len(held)
+        with ThreadPoolExecutor(32) as pool:
+            lengths = pool.map(work, range(32))
+            held = bytearray(400 << 20)
+            try: bytearray(400 << 20)
+            except MemoryError: print("MemoryError")
+            print(sum(lengths))
+    """
+    assert printed(program, limits) == "MemoryError\n6400\n"
+
+
 def test_the_tmpfs_of_bwrap_has_a_size(monkeypatch):
     limits = limits_of("bwrap")
     fill = """

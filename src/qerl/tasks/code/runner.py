@@ -5,8 +5,8 @@
     run_test          program | test, one process each   -> True if the test passed
 
 None stands for a program that failed: it raised, was killed, took too long or printed too much. A process has
-an empty folder as its working directory and HOME, an environment of six names, no descriptors but its own and
-no controlling terminal. It has a session of its own, and dies with the worker.
+an empty folder as its working directory and HOME, an environment of seven names, no descriptors but its own
+and no controlling terminal. It has a session of its own, and dies with the worker.
 """
 
 import dataclasses
@@ -33,6 +33,9 @@ _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    # Up to eight arenas for a core, which glibc makes for threads, take 64 MiB each of the limited addresses:
+    # the 32 threads that ThreadPoolExecutor makes on many cores would have no place in 1 GiB.
+    "MALLOC_ARENA_MAX": "1",
 }
 
 
