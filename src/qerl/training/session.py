@@ -27,7 +27,7 @@ from qerl.learner.distributed import Ranks, join_ranks
 from qerl.learner.plan.memory import with_fields
 from qerl.models.decoder import Decoder
 from qerl.models.device import resolve_device
-from qerl.models.quantize.quantization_check import check_quantization
+from qerl.models.quantize.quantization_check import CALIBRATE, check_quantization
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import format_failures, with_absolute_path
 from qerl.tasks.rows.demonstrations import Demonstration
@@ -259,7 +259,10 @@ class ReinforcementLearning(Training):
     def quantization_lines(self) -> Iterator[str | None]:
         config, model = self.config, self.config.model
         prompts = [prompt.tokens_T for prompt in self._task.train_prompts(0, config.num_prompts)]
-        yield check_quantization(self.decoder, model.path, model.format, prompts)
+        # On a CPU a calibration takes minutes.
+        has_remedy = model.format == "nvfp4" and model.device.startswith("cuda") and not config.ray.address
+        remedy = CALIBRATE if has_remedy else ""
+        yield check_quantization(self.decoder, model.path, model.format, prompts, remedy=remedy)
         yield check_teacher(self._teacher, config, self.decoder, prompts)
 
     def state(self) -> dict[str, Any]:

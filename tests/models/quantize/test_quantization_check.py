@@ -82,6 +82,13 @@ def error_of(kl):
     return QuantizationError(kl=kl, agreement=0.9, num_tokens=9, weight_error=0.095)
 
 
+def test_a_remedy_is_named_where_the_weights_moved_by_more_than_calibration_leaves():
+    for kl, ends in ((0.013, "tokens of t"), (0.055, "tokens of t; calibrate"), (0.6, "advice")):
+        line = describe(error_of(kl), "nvfp4", None, "t", "advice", "calibrate")
+        assert line.endswith(ends), line
+    assert describe(error_of(0.055), "nvfp4", None, "t", "advice").endswith("tokens of t")
+
+
 def note_of(**changes):
     values = {"run": "runs/demo", "base": "b", "base_format": "nvfp4", "adapter": {"rank": 4}, "base_kl": 0.8}
     return MergeNote(**(values | {"merged_kl": 0.0, "probes": tuple(PROBES)} | changes))

@@ -19,12 +19,15 @@ MIN_KEPT = 0.95
 """Models that kept more had at least 0.95 of the accuracy, others less than 0.8: dev/log/quantization.md."""
 MAX_KL = 0.5
 """Nats a token. SmolLM2-135M in NVFP4 shows 0.2 to 0.43, larger models show less."""
+CALIBRATE_KL = 0.02
+"""Nats a token: Qwen2.5-Coder-0.5B and 1.5B show 0.055 and 0.039 on GSM8K, calibrated 0.013 and 0.011."""
 GRID_WEIGHT_ERROR, GRID_KL = 0.02, 0.01
 FOUR_BITS = "nvfp4", "mxfp4", "nf4"
 ADVICE = (
     "train with --model.calibrate gptq (else: qerl quantize --calibrate gptq), keep the adapter separate"
     " (--init-adapter), or use --model.format fp8 or bf16"
 )
+CALIBRATE = "--model.calibrate gptq leaves less of it (docs/models.md, What 4 bits cost)"
 TEXT = (
     "The river rises in the mountains in the north of the country and flows through three valleys before it"
     " reaches the sea. Water is a chemical compound of hydrogen and oxygen. To compute the area of a circle,"
@@ -56,11 +59,13 @@ def check_quantization(
     of: str = "the task's prompts",
     advice: str = ADVICE,
     original: Checkpoint | None = None,
+    remedy: str = "",
 ) -> str | None:
     """Return the line about a decoder loaded from `path`; None if it was not quantized at load. `of` says
-    whose tokens the prompts are; a warning ends with the advice. original: the path's checkpoint, if it is
-    open. Codes of a quantized checkpoint that fit the format are loaded without a change, so there is no
-    line; others are compared to what they decode to, and the line names the layout."""
+    whose tokens the prompts are; a warning ends with the advice, a line about a KL above CALIBRATE_KL with
+    the remedy. original: the path's checkpoint, if it is open. Codes of a quantized checkpoint that fit the
+    format are loaded without a change, so there is no line; others are compared to what they decode to, and
+    the line names the layout."""
     if not isinstance(decoder, Decoder):  # the float weights of transformers' model are not kept
         return None
     checkpoint = locate(path).open(decoder.device) if original is None else original
@@ -71,11 +76,16 @@ def check_quantization(
         format = f"{format} of {kinds(layout)} in {layout.name}'s layout"
     note = read_note(checkpoint.path, decoder.architecture.vocab_size)
     probes = prompt_probes(prompts) if note is None else note.probes
-    return describe(quantization_error(decoder, checkpoint, probes), format, note, of, advice)
+    return describe(quantization_error(decoder, checkpoint, probes), format, note, of, advice, remedy)
 
 
 def describe(
-    error: QuantizationError, format: str, note: MergeNote | None, of: str, advice: str = ADVICE
+    error: QuantizationError,
+    format: str,
+    note: MergeNote | None,
+    of: str,
+    advice: str = ADVICE,
+    remedy: str = "",
 ) -> str:
     kl = f"KL to the float weights {error.kl:.3f} nats per token"
     if note is not None:
@@ -94,5 +104,5 @@ def describe(
             " is a merged model, rounding undoes what it learned"
         )
     elif error.kl <= MAX_KL:
-        return line
+        return f"{line}; {remedy}" if remedy and error.kl > CALIBRATE_KL else line
     return f"warning: {line}; {advice}"
