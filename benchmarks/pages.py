@@ -5,7 +5,7 @@
 <!-- end -->
 
 Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), gpus, cards,
-conflicts and rounding (rounding_cost.py); gsm8k_small-headline and -verdicts, the paragraphs of
+conflicts and rounding (rounding_cost.py); gsm8k_small-headline, -verdicts and -curve, parts of
 studies/gsm8k_small, which `python -m studies pages` writes.
 `tests/house/test_tables.py` holds the pages to the committed rows.
 """
@@ -37,7 +37,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
         f"gsm8k_small-{part}": lambda rows, part=part: (
             (_STUDIES / "gsm8k_small" / f"{part}.md").read_text().strip()
         )
-        for part in ("headline", "verdicts")
+        for part in ("headline", "verdicts", "curve")
     },
     **table.TABLES,
     "all": table.all_tables,

@@ -28,6 +28,7 @@ import tyro
 from qerl.bench.record import ROOT
 from qerl.config import AdapterConfig, ModelConfig, NoiseConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.config.check import check_positive
+from qerl.config.recipes.paper import GSM8K_SMALL_TEMPLATE
 from qerl.engine.live_batch import LiveRequest
 from qerl.engine.local_engine import LocalEngine
 from qerl.errors import RunError, require
@@ -40,7 +41,6 @@ from qerl.tracking.provenance import git_state
 from qerl.training.policy import load_sampler, load_task, load_tokenizer_and_limit
 from qerl.types import Prompt, Sampling
 
-_TEMPLATE = "{question}\nThink step by step, then give the final number after ####."
 _BY_ROW, _PROMPT_TOKENS = (1, 2, 4, 8), 512
 
 
@@ -125,7 +125,7 @@ class _Bench:
             "--task": str(options.data / "train.jsonl"),
             "--task.held-out-split": str(options.data / "test.jsonl"),
             "--task.prompt-column": "question",
-            "--task.template": _TEMPLATE,
+            "--task.template": GSM8K_SMALL_TEMPLATE,
             "--reward": "numeric",
             "--adapter.rank": str(options.rank),
             "--adapter.alpha": str(int(ALPHA)),
@@ -211,7 +211,7 @@ class _Bench:
             name=str(options.data / "train.jsonl"),
             held_out_split=str(options.data / "test.jsonl"),
             prompt_column="question",
-            template=_TEMPLATE,
+            template=GSM8K_SMALL_TEMPLATE,
         )
         sample = SampleConfig(max_tokens=options.max_tokens)
         _, rows = load_task(

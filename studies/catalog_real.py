@@ -18,11 +18,11 @@ from qerl.config import (
     SampleConfig,
     TaskConfig,
 )
+from qerl.config.recipes.paper import GSM8K_SMALL_TEMPLATE
 from studies.common import AQN, TRAINING_CURVES, TRAINING_METRICS, claim
 from studies.real_models import measure_before_training, train_and_test, train_test_and_merge
 from studies.study import Arm, Curve, Fields, Metric, Picture, Study, StudyTask, with_fields
 
-_REQUEST = "{question}\nThink step by step, then give the final number after ####."
 _SMALL, _LARGE = (f"Qwen/Qwen2.5-Coder-{size}-Instruct" for size in ("0.5B", "1.5B"))
 BASE = RunConfig(
     num_steps=40,
@@ -30,7 +30,11 @@ BASE = RunConfig(
     num_generations=8,
     model=ModelConfig(path=_LARGE, format="nvfp4"),
     task=TaskConfig(
-        name="gsm8k", held_out_split="test", num_held_out=256, template=_REQUEST, rewards=("numeric",)
+        name="gsm8k",
+        held_out_split="test",
+        num_held_out=256,
+        template=GSM8K_SMALL_TEMPLATE,
+        rewards=("numeric",),
     ),
     sample=SampleConfig(max_tokens=512, temperature=1.0),
     engine=EngineConfig(max_num_seqs=256, kv_cache_gb=6.0),

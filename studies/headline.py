@@ -1,4 +1,4 @@
-"""Write what a study found in two paragraphs, which README.md quotes: accuracies, and verdicts.
+"""Write what a study found for README.md, accuracies and verdicts, and for docs/gsm8k.md, its curve's table.
 
 **... learns GSM8K ...**, 95 s a run ... on one NVIDIA H200. ... NVFP4 from 0.121 to 0.270 [0.255, 0.285] ...
 *Reproduced*: NVFP4 has a higher entropy than BF16 (+0.034 [0.026, 0.042]). *Not shown*: ...
@@ -7,10 +7,10 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from studies.analysis import Judged
+from studies.analysis import Judged, bands
 from studies.picture import num_seeds, seconds_text
 from studies.results import Line
-from studies.statistics import estimate
+from studies.statistics import Estimate, estimate
 from studies.study import Arm, Study
 from studies.verdict import MIN_SEEDS, by_verdict, ends_of, signed, title_of, word
 
@@ -43,9 +43,32 @@ def _rise(key: str, lines: Sequence[Line]) -> str:
     """Return "0.121 to 0.270 [0.255, 0.285]", before and after training."""
     before = fmean(line["final"][f"{key}_before"] for line in lines)
     after = estimate([line["final"][f"{key}_after"] for line in lines])
-    ends = ends_of(after)
-    interval = "" if ends is None else f" [{ends[0]:.3f}, {ends[1]:.3f}]"
-    return f"{before:.3f} to {after.mean:.3f}{interval}"
+    return f"{before:.3f} to {_mean_and_ends(after)}"
+
+
+def curve_table(study: Study, lines: Sequence[Line]) -> str:
+    """Return the points of the picture's curve for every arm that was run: mean and standard
+    deviation over seeds."""
+    assert study.picture is not None
+    curve = study.picture.curve
+    heads, points = [curve.x_label], list[dict[float, Estimate]]()
+    for arm in study.arms:
+        if of_arm := [line for line in lines if line["arm"] == arm.name]:
+            heads.append(f"{arm.about}, n = {len(of_arm)}")
+            points.append(dict(bands(of_arm, curve)))
+    shared = sorted(set.intersection(*map(set, points))) if points else []
+    rows = [[f"{x:.0f}", *(_mean_and_deviation(at[x]) for at in points)] for x in shared]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def _mean_and_deviation(value: Estimate) -> str:
+    """Return "0.226±0.010"."""
+    return f"{value.mean:.3f}" + ("" if value.deviation is None else f"±{value.deviation:.3f}")
+
+
+def _mean_and_ends(value: Estimate) -> str:
+    ends = ends_of(value)
+    return f"{value.mean:.3f}" + ("" if ends is None else f" [{ends[0]:.3f}, {ends[1]:.3f}]")
 
 
 def _short(arm: Arm) -> str:

@@ -1,7 +1,8 @@
 """Write a study's page: picture, verdicts, tables, costs, curves with bands, the choice of rates, the origin.
 
 The page is one file without scripts; summary.md beside it has the verdicts and the leading tables. A study
-with a picture also has headline.md and verdicts.md, which README.md quotes (benchmarks/pages.py).
+with a picture also has headline.md and verdicts.md, which README.md quotes, and curve.md, which
+docs/gsm8k.md quotes (benchmarks/pages.py).
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ def write_pages(study: Study, folder: Path, lines: Sequence[Line], trials: Seque
     )
     if study.picture is not None:
         write_atomic(folder / "headline.md", f"{headline.results(study, lines)}\n".encode())
+        write_atomic(folder / "curve.md", f"{headline.curve_table(study, lines)}\n".encode())
         write_atomic(folder / "verdicts.md", f"{headline.verdicts(study, judged)}\n".encode())
     write_atomic(folder / "index.html", _html(study, lines, trials, judged, origin).encode())
     return folder / "index.html"

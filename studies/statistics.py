@@ -33,6 +33,13 @@ class Estimate:
     low: float | None
     high: float | None
 
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation of the values, of which the interval was made."""
+        if self.low is None or self.high is None:
+            return None
+        return (self.high - self.low) / 2 * math.sqrt(self.n) / _quantile(self.n - 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Paired:

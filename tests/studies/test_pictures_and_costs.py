@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from statistics import fmean, stdev
 from xml.etree import ElementTree
 
 import pytest
@@ -125,6 +126,16 @@ def test_verdicts_in_brief_have_every_claim_with_its_interval():
     few = headline.verdicts(STUDY, judge(STUDY, lines(3)))
     assert "From 2 to 3 pairs of runs, too few to decide any claim: *Not shown*" in few
     assert all(one.says in text for one in STUDY.claims)
+
+
+def test_the_table_of_the_curve_has_each_arms_means_and_deviations():
+    heads, _, *rows = headline.curve_table(STUDY, lines(8)).splitlines()
+    assert heads.count("n = 8") == heads.count("|") - 2 == len(ARMS)
+    assert [row.split()[1] for row in rows] == ["0", "10", "20", "30", "40"]
+    first, last = (row.split("|")[2] for row in (rows[0], rows[-1]))
+    before, after = ARMS["bf16"], [line["final"]["greedy"] for line in lines(8) if line["arm"] == "bf16"]
+    assert first.strip() == f"{before:.3f}±0.000"
+    assert last.strip() == f"{fmean(after):.3f}±{stdev(after):.3f}"
 
 
 def test_a_page_names_its_missing_runs_and_shows_picture_verdicts_and_costs(tmp_path):

@@ -2,16 +2,12 @@
 
 import dataclasses
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 import tiny_run
-from qerl.cli.arguments import parse_options
-from qerl.cli.train import read_recipe, train_help, with_rate
-from qerl.config import RunConfig
+from qerl.config.recipes import RECIPES
 from qerl.errors import UserError
 from qerl.tasks import VotePool
 from qerl.training.policy import load_sampler
@@ -70,20 +66,21 @@ def test_a_job_reads_the_local_files_and_its_digest_names_those_of_the_hub(files
     assert with_local_files(job.config, files).model.path == str(files / NAME)
 
 
-def test_the_command_of_the_page_has_the_settings_of_the_study():
-    page = (Path(__file__).parents[2] / "docs" / "gsm8k.md").read_text()
-    (typed,) = re.findall(r"^ {4}qerl train (--task gsm8k (?:.*\\\n)*.*)", page, flags=re.MULTILINE)
-    typed = typed.replace("\\\n", " ").replace("$'", "'").replace("\\n", "\n")  # as bash reads $'...'
-    _, default, options = read_recipe(shlex.split(typed), "train")
-    config, _ = with_rate(parse_options(RunConfig, options, "train", default, train_help()), options)
-    study = REAL_STUDIES["gsm8k"]()
-    (arm,) = (arm for arm in study.arms if arm.name == "nvfp4")
+def test_the_recipe_has_the_settings_of_the_study_but_for_memory():
+    recipe, study = RECIPES["gsm8k_small"](), REAL_STUDIES["gsm8k_small"]()
+    (arm,) = (arm for arm in study.arms if arm.name == "nvfp4-gptq")
     of_study = with_fields(study.base, arm.fields)
-    memory = {"learn.max_tokens_per_microbatch": of_study.learn.max_tokens_per_microbatch}
-    assert with_fields(config, memory) == dataclasses.replace(
-        of_study, out=config.out, engine=config.engine, noise=config.noise
+    assert recipe.model.block_scales == of_study.model.block_scales == "mse"
+    same = {
+        "model.scales": "mse",  # what auto is here
+        "learn.max_tokens_per_microbatch": of_study.learn.max_tokens_per_microbatch,
+        "task.reward_workers": of_study.task.reward_workers,  # of this machine
+    }
+    assert with_fields(recipe, same) == dataclasses.replace(of_study, out=recipe.out, engine=recipe.engine)
+    larger = REAL_STUDIES["gsm8k"]().base
+    assert with_fields(of_study, {"model.path": larger.model.path, **dict(arm.fields)}) == with_fields(
+        larger, arm.fields
     )
-    assert config.noise.schedule == of_study.noise.schedule == "none"
 
 
 def test_a_missing_file_is_named(files, tmp_path):

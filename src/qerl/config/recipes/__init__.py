@@ -1,6 +1,6 @@
 """Recipes: functions that return complete configs, to run as they are or to start from.
 
-paper.py      the demos, and QeRL's own runs
+paper.py      the demos, GSM8K in minutes, and QeRL's own runs
 methods.py    the long demo with one method each: losses, advantages, corrections, noise, precision
 """
 
@@ -16,6 +16,7 @@ from qerl.config.recipes.paper import (
     demo,
     demo_long,
     gsm8k,
+    gsm8k_small,
     higher_lower,
     math,
     plain,

@@ -1,8 +1,10 @@
-"""The demo, and the runs of QeRL's paper.
+"""The demo, GSM8K in minutes, and the runs of QeRL's paper.
 
     demo         sums of two numbers as plain text with the built-in model: minutes on two CPU cores
     demo_long    the same sums as a chat, with AQN: the base of the methods and of the studies
     higher_lower the long demo in several turns, with an environment that says higher or lower
+    gsm8k_small  GSM8K in minutes on one GPU: Qwen2.5-Coder-0.5B-Instruct, as in the study of that name, but
+                 calibrated; also for the 1.5B
     gsm8k        QeRL's GSM8K run, arXiv 2510.11696, table 4: Qwen2.5-3B-Instruct, GRPO
     big_math     QeRL's BigMath run, the same table: Qwen2.5-7B-Instruct, DAPO's loss
     dapo_math    DAPO, arXiv 2503.14476, on its own 17,000 problems, with QeRL's model, noise and adapter
@@ -48,6 +50,8 @@ GSM8K_REQUEST = (
 """Follows each GSM8K problem, in training and in evaluation."""
 
 GSM8K_TEMPLATE = "{question}\n\n" + GSM8K_REQUEST
+
+GSM8K_SMALL_TEMPLATE = "{question}\nThink step by step, then give the final number after ####."
 
 MATH_TEMPLATE = (
     "{question}\n\nReason step by step inside <think></think> tags, then put only the final answer inside"
@@ -120,6 +124,28 @@ def higher_lower() -> RunConfig:
         ),
         sample=SampleConfig(max_tokens=112, temperature=1.0),
         evaluate=EvalConfig(num_prompts=256, success_threshold=0.25),
+    )
+
+
+def gsm8k_small() -> RunConfig:
+    """Train on GSM8K, 40 steps of 64 problems, without noise; docs/gsm8k.md says what to expect."""
+    return RunConfig(
+        out="runs/gsm8k-small",
+        num_steps=40,
+        num_prompts=64,
+        num_generations=8,
+        model=ModelConfig(path="Qwen/Qwen2.5-Coder-0.5B-Instruct", calibrate="gptq"),
+        task=TaskConfig(
+            name="gsm8k",
+            template=GSM8K_SMALL_TEMPLATE,
+            held_out_split="test",
+            num_held_out=256,
+            rewards=("numeric",),
+        ),
+        sample=SampleConfig(max_tokens=512, temperature=1.0),
+        noise=NoiseConfig(schedule="none"),
+        learn=LearnConfig(learning_rate=5e-5, lr_scheduler_type="constant", warmup_ratio=0.05),
+        evaluate=EvalConfig(num_prompts=256, every=10),
     )
 
 
@@ -241,5 +267,5 @@ def plain() -> RunConfig:
 
 PAPER: dict[str, Callable[[], RunConfig]] = {
     recipe.__name__: recipe
-    for recipe in (demo, demo_long, higher_lower, gsm8k, big_math, dapo_math, math, code)
+    for recipe in (demo, demo_long, higher_lower, gsm8k_small, gsm8k, big_math, dapo_math, math, code)
 }
