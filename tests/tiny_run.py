@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -37,11 +37,29 @@ CHATML = (
 )
 QERL = "-c", "from qerl.cli.main import main; main()"
 REWARD = """
+import json
+import time
+from pathlib import Path
+
+
+def hold():
+    while True:
+        try:
+            held = json.loads(Path(__file__).with_name("hold.json").read_text())
+            if len(Path(held["metrics"]).read_text().splitlines()) < held["num_steps"]:
+                return
+        except FileNotFoundError:
+            return
+        time.sleep(0.005)
+
+
 def even(prompts, completions, completion_ids, **columns):
+    hold()
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
 def even_end(prompts, completions, completion_ids, **columns):
+    hold()
     return [float(ids[-1] % 2 == 0) for ids in completion_ids]
 """
 
@@ -87,6 +105,18 @@ def write_files(folder: Path, *, max_positions: int = 128) -> Path:
     write_model(folder, max_positions=max_positions)
     write_task(folder)
     return folder
+
+
+@contextlib.contextmanager
+def held(files: Path, out: Path, num_steps: int) -> Iterator[None]:
+    """Let the rewards of `files` wait once the run in `out` has recorded this many steps: to the block's end,
+    or for the 10 s that a reward may take."""
+    path = files / "hold.json"
+    path.write_text(json.dumps({"metrics": str(out / "metrics.jsonl"), "num_steps": num_steps}))
+    try:
+        yield
+    finally:
+        path.unlink()
 
 
 class Forked:

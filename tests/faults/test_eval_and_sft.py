@@ -86,6 +86,21 @@ def test_an_evaluation_by_ones_own_reward_keeps_the_old_results_until_it_has_new
     assert (tmp_path / "out" / results.name).read_bytes() == results.read_bytes()
 
 
+@pytest.mark.parametrize("number", [1, 4, 6])
+def test_ctrl_c_at_any_fork_ends_an_evaluation(files, whole, tmp_path, number):
+    """Forks of such a process take most of the time in which its workers start."""
+    left = [number]
+
+    def interrupt():
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    given = evaluation(files, whole, tmp_path / "out")
+    one = runs.start_command(given, tmp_path / "log", lambda: os.register_at_fork(before=interrupt))
+    assert one.wait() == 130 and "Exception ignored" not in one.said
+
+
 def test_of_two_tunings_in_one_folder_one_goes_on_and_the_other_is_refused(files, tuned, tmp_path):
     both = [runs.start_command(tuning(files, tmp_path / "out"), tmp_path / f"{i}.log") for i in range(2)]
     codes = sorted(one.wait() for one in both)

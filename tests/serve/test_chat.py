@@ -219,7 +219,7 @@ def test_ctrl_d_ends(long_model):
     try:
         terminal.wait_until_it_asks()
         terminal.type("\x03")
-        terminal.wait_for("again or Ctrl-D")
+        terminal.wait_until_it_asks("again or Ctrl-D to quit)\r\n> ")
         terminal.type("one\n")
         terminal.wait_for("one\r\n")
         terminal.wait_until_it_asks("\r\n> ")

@@ -247,6 +247,28 @@ def parent():
     process.stdout.close()
 
 
+FORKED_AT_CTRL_C = """
+import os, signal, time
+from qerl.tasks.worker_process import fork_process
+os.register_at_fork({when}=lambda: os.killpg(0, signal.SIGINT))
+begin = signal.getsignal(signal.SIGINT)
+try:
+    fork_process(lambda: (time.sleep(0.5), print("the fork goes on", flush=True)))
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+assert signal.getsignal(signal.SIGINT) is begin
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after_in_parent"])
+def test_ctrl_c_during_a_fork_stops_the_run_and_not_the_fork(when):
+    """Python drops what a function that os.fork calls raises."""
+    script = FORKED_AT_CTRL_C.format(when=when)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=60)
+    assert (sorted(done.stdout.splitlines()), done.stderr) == (["stopped", "the fork goes on"], "")
+
+
 def test_ctrl_c_reaches_the_run_alone_and_the_run_ends_its_workers(parent):
     process, pids = parent
     assert all(os.getpgid(pid) != process.pid for pid in pids)

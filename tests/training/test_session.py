@@ -55,6 +55,16 @@ def wait_for_steps(process, out, num_steps):
         time.sleep(0.01)
 
 
+def kill_after(num_steps, files, out, *more, recipe="demo_long"):
+    """Kill a run in the step after this many."""
+    with tiny_run.held(files, out, num_steps):
+        process = start(files, out, *more, recipe=recipe)
+        wait_for_steps(process, out, num_steps)
+        process.kill()
+        process.communicate()
+    assert len(metrics(out)) == num_steps
+
+
 def metrics(out):
     lines = list(read_lines(out / "metrics.jsonl"))
     return [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
@@ -145,10 +155,7 @@ def test_noise_acts_on_the_sampler_and_shows_as_mismatch(unbroken):
 
 def test_killed_and_started_again_a_run_is_the_unbroken_one(files, unbroken, tmp_path):
     """One step after a checkpoint; tests/faults/test_kills.py has other moments."""
-    process = start(files, tmp_path / "run")
-    wait_for_steps(process, tmp_path / "run", 3)
-    process.kill()
-    process.communicate()
+    kill_after(3, files, tmp_path / "run")
     finish(files, tmp_path / "run")
     assert_same_run(tmp_path / "run", unbroken[0])
 
@@ -157,13 +164,13 @@ def test_killed_and_started_again_a_run_is_the_unbroken_one(files, unbroken, tmp
 def half(files, tmp_path):
     """The folder of a run that was killed after two checkpoints, and their numbers of steps."""
     out = tmp_path / "run"
-    process = start(files, out)
-    wait_for_steps(process, out, 5)
-    while '"checkpoint": 4' not in (out / "events.jsonl").read_text():  # a thread writes it
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    (out / "result.json").unlink(missing_ok=True)  # a slow machine may have noticed the step late
+    with tiny_run.held(files, out, 5):
+        process = start(files, out)
+        wait_for_steps(process, out, 5)
+        while '"checkpoint": 4' not in (out / "events.jsonl").read_text():  # a thread writes it
+            time.sleep(0.01)
+        process.kill()
+        process.communicate()
     # A kill may come before the third newest is removed.
     *_, older, newest = (int(path.name[5:]) for path in sorted((out / "checkpoints").glob("step-*")))
     return out, older, newest
@@ -212,10 +219,7 @@ def test_a_finished_run_without_checkpoints_is_not_given_more_steps_from_the_fir
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again_unasked(files, unbroken, tmp_path):
     out = tmp_path / "run"
-    process = start(files, out, "--checkpoint.every", "5")
-    wait_for_steps(process, out, 2)
-    process.kill()
-    process.communicate()
+    kill_after(2, files, out, "--checkpoint.every", "5")
     assert not list(out.glob("checkpoints/step-*"))
     assert "is gone" not in finish(files, out)
     assert_same_run(out, unbroken[0])
@@ -224,10 +228,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_unasked(files, un
 def goes_on(files, tmp_path, *given, recipe):
     """Killed after the third step and continued, the run is the unbroken one, whose metrics these are."""
     finish(files, tmp_path / "whole", *given, recipe=recipe)
-    process = start(files, tmp_path / "broken", *given, recipe=recipe)
-    wait_for_steps(process, tmp_path / "broken", 3)
-    process.kill()
-    process.communicate()
+    kill_after(3, files, tmp_path / "broken", *given, recipe=recipe)
     finish(files, tmp_path / "broken", *given, recipe=recipe)
     assert_same_run(tmp_path / "broken", tmp_path / "whole")
     return metrics(tmp_path / "whole")
@@ -256,13 +257,14 @@ def test_a_branching_run_goes_on_where_it_was(files, tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_finishes_the_step_and_saves_it(files, unbroken, tmp_path, number, code):
     out = tmp_path / "run"
-    process = start(files, out)
-    wait_for_steps(process, out, 1)
-    process.send_signal(number)
+    with tiny_run.held(files, out, 1):
+        process = start(files, out)
+        wait_for_steps(process, out, 1)
+        process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in stderr
     num_steps = len(metrics(out))
-    assert 1 <= num_steps < 6 and (out / "checkpoints" / f"step-{num_steps:06d}").is_dir()
+    assert num_steps in (1, 2) and (out / "checkpoints" / f"step-{num_steps:06d}").is_dir()
     finish(files, out)
     assert_same_run(out, unbroken[0])
 
@@ -347,10 +349,7 @@ def test_another_config_in_the_same_folder_is_refused(files, unbroken):
 def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
     """The limit on a file's size stands in for the disk: the second checkpoint, made larger, does not fit."""
     out = tmp_path / "run"
-    process = start(files, out, "--checkpoint.every", "1")
-    wait_for_steps(process, out, 2)
-    process.kill()
-    process.communicate()
+    kill_after(2, files, out, "--checkpoint.every", "1")
     largest = max(path.stat().st_size for path in out.glob("checkpoints/*/*"))
     newest = max(path.name for path in out.glob("checkpoints/step-??????"))
     code = (

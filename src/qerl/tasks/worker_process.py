@@ -19,11 +19,12 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -40,6 +41,7 @@ MORE_TASKS = 2048
 _MAX_MESSAGE_BYTES = 1 << 30
 _HEADER_BYTES = 8
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 _WATCH_S = 0.5
 _SPARE_BYTES = 64 << 20  # a worker at its limit gets MemoryError first
@@ -118,24 +120,55 @@ OWN_ENDS: "weakref.WeakSet[socket.socket | Connection]" = weakref.WeakSet()
 
 
 def fork_process(main: Callable[..., None], *arguments: Any) -> ForkedProcess:
-    """Start a process that runs main(*arguments) and exits."""
+    """Start a process that runs main(*arguments) and exits. The handlers of Ctrl-C and SIGTERM wait until it
+    is forked, and do nothing in it before main has set its own."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():
-        # Python 3.12 warns about forks beside threads; the workers use no thread of the parent.
-        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        gc.freeze()  # collecting the parent's objects here would free its GPU memory
-        try:
-            for end in OWN_ENDS:
-                end.close()
-            main(*arguments)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+    with _signals_held():
+        with warnings.catch_warnings():
+            # Python 3.12 warns about forks beside threads; the workers use no thread of the parent.
+            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            gc.freeze()  # collecting the parent's objects here would free its GPU memory
+            try:
+                for end in OWN_ENDS:
+                    end.close()
+                main(*arguments)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
     return ForkedProcess(pid)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait for the end of the block: what their handlers raise in a function that
+    os.fork calls is lost. Only the main thread runs handlers, and only it can set them."""
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    received: list[int] = []
+    is_held = True
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if is_held:
+            received.append(number)
+        else:
+            handlers[number](number, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in _STOPS:
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, receive)
+    try:
+        yield
+    finally:
+        is_held = False  # from here on a signal may interrupt: a handler that stays set passes it on
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in received:
+            handlers[number](number, None)
 
 
 class Channel:
@@ -214,7 +247,7 @@ def _poll(events: dict[int, int], timeout_s: float) -> bool:
 def forward_output(parent: int, output: int) -> None:
     """Main function of the process that copies what workers print to stderr, at a limited rate. It polls,
     which works on every Unix and from any forking thread; END_FORWARDING ends it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOPS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(END_FORWARDING, _stop)
     os.setpgid(0, 0)
@@ -310,7 +343,7 @@ def _set_up_worker(output: int, memory_bytes: int) -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOPS:
         signal.signal(number, ignore)  # not SIG_IGN, which programs that a job starts would inherit
     for descriptor in (1, 2):
         os.dup2(output, descriptor)

@@ -8,12 +8,17 @@ import json
 import math
 import os
 import re
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from qerl.config.regular_file import parse_json, read_regular
 from qerl.errors import RunError, UserError
+
+RELEASE_S = 10.0
+"""A process that a killed run had just forked has the run's lock until its Python begins: on a busy machine
+at most after so long."""
 
 
 def finite(value: Any) -> Any:
@@ -164,16 +169,26 @@ class Lock:
         self._file = open(folder / ".lock", "a+")  # noqa: SIM115
         # A forked worker may outlive a killed run for a moment and must not keep the lock.
         os.register_at_fork(after_in_child=self._file.close)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        end_s = time.monotonic() + RELEASE_S
+        while not self._take():
             self._file.seek(0)
             owner = self._file.read().strip()
-            self._file.close()
-            raise UserError(f"{folder}: another run is writing here (process {owner})") from None
+            if (owner.isdigit() and _is_running(int(owner))) or time.monotonic() > end_s:
+                self._file.close()
+                raise UserError(f"{folder}: another run is writing here (process {owner})")
+            time.sleep(0.01)
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n")
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if not self._file.closed:  # as in a fork
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # a fork that has not closed it yet has the same lock
+            self._file.close()
+
+    def _take(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True

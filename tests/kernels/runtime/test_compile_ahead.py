@@ -1,5 +1,7 @@
 """Kernels are noted without being launched, and compiled in parallel into the disk cache."""
 
+import contextlib
+import fcntl
 import threading
 import time
 
@@ -8,8 +10,10 @@ import torch
 
 from qerl.kernels.runtime import nvrtc
 from qerl.kernels.runtime.compile_ahead import compile_ahead, compile_for
+from qerl.kernels.runtime.compile_tally import locked
 from qerl.kernels.runtime.nvrtc import KernelVariant, compiled, dry_run
 from qerl.kernels.tiles.lora_shrink_portable import PortableLoraShrink
+from qerl.tasks.worker_process import fork_process
 
 CPU = torch.device("cpu")
 
@@ -35,6 +39,15 @@ def test_after_a_dry_run_a_launch_is_one_again():
         launch(64)
     with pytest.raises(AssertionError):  # a launch needs a GPU
         launch(64)
+
+
+def test_a_lock_ends_with_its_block_also_where_a_process_was_forked_inside(tmp_path):
+    """As a worker for rewards is, while a thread compiles: no other rank waits for the worker's end."""
+    with contextlib.ExitStack() as stack:
+        with locked(tmp_path / "lock"):
+            waiting = stack.enter_context(open(tmp_path / "lock"))
+            stack.callback(fork_process(time.sleep, 60).kill)
+        fcntl.flock(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_dry_run_is_its_threads_own():

@@ -109,3 +109,5 @@ def locked(path: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)  # who waits on it sees the compiled file first
+            with contextlib.suppress(OSError):  # closing it would leave it to processes forked meanwhile
+                fcntl.flock(file, fcntl.LOCK_UN)
