@@ -145,6 +145,11 @@ def problems(num: int, seed: int) -> Iterator[dict[str, str]]:
         yield {"prompt": f"What is {text}?", "answer": str(evaluate(text))}
 
 
+def _in_each(metric: str) -> tuple[tuple[str, str], ...]:
+    """Return the metric of every framework: at temperature 0 an untrained model makes most calls already."""
+    return tuple((name, metric) for name in FRAMEWORKS)
+
+
 def agents() -> Study:
     return Study(
         name="agents",
@@ -183,8 +188,16 @@ def agents() -> Study:
         ),
         seeds=(0, 1, 2),
         claims=(
-            claim("Training [raises|lowers] the share of valid calls", _AFTER, _BEFORE, "valid"),
-            claim("Training [raises|lowers] the agents' accuracy", _AFTER, _BEFORE, "right"),
+            claim(
+                "Training [raises|lowers] the share of valid calls",
+                *(_AFTER, _BEFORE, "valid"),
+                side_results=_in_each("valid_greedy"),
+            ),
+            claim(
+                "Training [raises|lowers] the agents' accuracy",
+                *(_AFTER, _BEFORE, "right"),
+                side_results=_in_each("right_greedy"),
+            ),
         ),
         remarks=("The checkpoint was a GGUF file in Q4_K_M; its weights, decoded, are rounded to NVFP4.",),
         has_constant_weights=True,

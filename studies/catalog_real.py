@@ -53,7 +53,13 @@ PAPER_NOISE: Fields = {
 _PLAIN: Fields = {"noise.schedule": "none"}
 _SEEDS = tuple(range(8))
 """With fewer pairs the exact test, corrected for six claims, cannot reach 0.05."""
-_CALIBRATED = "calibration"
+_CALIBRATED_CLAIMS = tuple(
+    claim(text, "nvfp4-gptq", against, "greedy", sign, family="calibration", is_own=True)
+    for text, against, sign in (
+        ("Calibrated NVFP4 ends [above|below] NVFP4", "nvfp4", 1),
+        ("Calibrated NVFP4 ends [below|above] BF16 LoRA", "bf16", -1),
+    )
+)
 _RATES, _FULL_RATES = (2e-5, 5e-5, 1e-4), (1e-6, 3e-6, 1e-5)
 
 _METRICS = (
@@ -156,25 +162,14 @@ def gsm8k() -> Study:
     claims = (
         claim("NVFP4 + AQN ends [above|below] NF4 (QLoRA)", "nvfp4+aqn", "nf4", "greedy"),
         claim("NVFP4 + AQN ends [above|below] full fine-tuning", "nvfp4+aqn", "full", "greedy"),
-        claim("Calibrated NVFP4 ends [above|below] NVFP4", "nvfp4-gptq", "nvfp4", "greedy"),
-        claim("Calibrated NVFP4 ends [below|above] BF16 LoRA", "nvfp4-gptq", "bf16", "greedy", -1),
+        *_CALIBRATED_CLAIMS,
     )
     return _study("gsm8k", "1.5B", _LARGE, arms, claims)
 
 
 def gsm8k_small() -> Study:
     """One rate for all arms: gsm8k chooses them for each."""
-    claims = (
-        claim(
-            "Calibrated NVFP4 ends [above|below] NVFP4", "nvfp4-gptq", "nvfp4", "greedy", family=_CALIBRATED
-        ),
-        claim(
-            "Calibrated NVFP4 ends [below|above] BF16 LoRA",
-            *("nvfp4-gptq", "bf16", "greedy", -1),
-            family=_CALIBRATED,
-        ),
-    )
-    study = _study("gsm8k_small", "0.5B", _SMALL, (*_MAIN, _GPTQ), claims)
+    study = _study("gsm8k_small", "0.5B", _SMALL, (*_MAIN, _GPTQ), _CALIBRATED_CLAIMS)
     rate = f"All arms have the rate {BASE.learn.learning_rate:g}; none was chosen."
     strict = "Strict accuracies are 0: this model writes its number in \\boxed{}, never behind ####."
     return dataclasses.replace(

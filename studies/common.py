@@ -84,6 +84,7 @@ def claim(
     family: str = "",
     side_results: tuple[tuple[str, str], ...] = (),
     note: str = "",
+    is_own: bool = False,
     is_headline: bool = False,
 ) -> Claim:
     """Return a claim; "a ends [above|below] b" has the claim's word and the one that is true if refuted."""
@@ -97,5 +98,6 @@ def claim(
         family=family,
         side_results=side_results,
         note=note,
+        is_own=is_own,
         is_headline=is_headline,
     )

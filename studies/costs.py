@@ -19,8 +19,8 @@ from studies.study import Study
 COLUMNS = ("runs", "step, s", "of it sampling, s", "all steps, s", "peak memory, GB")
 RULE = (
     "Medians over the runs that had a GPU to themselves; a run's step is the median of its steps. Peak memory"
-    " is what a run took where there was room: learning keeps unpacked weights in free memory, so it is no"
-    " lower bound (`qerl plan` has one)."
+    " is the largest of these runs, where there was room: learning keeps unpacked weights in free memory, so"
+    " it is no lower bound (`qerl plan` has one)."
 )
 
 
@@ -39,14 +39,16 @@ class Cost:
 
 
 def costs(study: Study, lines: Sequence[Line]) -> list[Cost]:
-    """Return a row for each task and arm that was run; none if no line has the seconds of its steps."""
+    """Return a row for each task and arm that was run; none if no run with the seconds of its steps had a
+    GPU to itself."""
     timed = [line for line in lines if any("step_s" in point for point in line["curve"])]
-    return [
+    rows = [
         _cost(task.name, arm.name, of_arm)
         for task in study.tasks
         for arm in study.arms
         if (of_arm := [line for line in timed if (line["task"], line["arm"]) == (task.name, arm.name)])
     ]
+    return rows if any(row.num_runs for row in rows) else []
 
 
 def _cost(task: str, arm: str, lines: Sequence[Line]) -> Cost:
@@ -91,7 +93,7 @@ def left_out(lines: Sequence[Line]) -> str:
 
 
 def markdown(study: Study, lines: Sequence[Line]) -> list[str]:
-    """Return the lines of the table with its notes; none if no line has seconds."""
+    """Return the lines of the table with its notes; none without rows."""
     rows = costs(study, lines)
     if not rows:
         return []

@@ -12,7 +12,7 @@ from studies.picture import num_seeds, seconds_text
 from studies.results import Line
 from studies.statistics import Estimate, estimate
 from studies.study import Arm, Study
-from studies.verdict import MIN_SEEDS, by_verdict, ends_of, signed, title_of, word
+from studies.verdict import MIN_SEEDS, by_verdict, ends_of, signed, title_of
 
 
 def results(study: Study, lines: Sequence[Line]) -> str:
@@ -83,8 +83,8 @@ def verdicts(study: Study, judged: Sequence[Judged]) -> str:
         return ""
     number = " to ".join(map(str, {pairs[0]: None, pairs[-1]: None}))
     groups = [
-        f"*{word(study, verdict).capitalize()}*: {'; '.join(_claim(study, one) for one in claims)}."
-        for verdict, claims in by_verdict(judged)
+        f"*{word.capitalize()}*: {'; '.join(_claim(study, one) for one in claims)}."
+        for word, claims in by_verdict(study, judged)
     ]
     pairs_text = f"From {number} pair{'s' * (pairs[-1] > 1)} of runs{_too_few(judged)}"
     leading = study.metrics[0]

@@ -53,7 +53,7 @@ def _html(
         "picture": _picture(study, lines),
         "caveats": "".join(f'<p class="caveat">{escape(text)}</p>' for text in verdict.caveats(study)),
         "verdicts": _verdicts(study, judged),
-        "rules": escape(verdict.RULES),
+        "rules": escape(verdict.rules(study)),
         "metric": escape(first.title),
         "forests": "".join(_forest(study, lines, task.name, first) for task in study.tasks),
         "table": _table(study, lines, first),
@@ -87,7 +87,7 @@ def _missing(study: Study, lines: Sequence[Line]) -> str:
 
 def _verdicts(study: Study, judged: Sequence[Judged]) -> str:
     """Return the table of claims, the decided ones first."""
-    rows = "".join(_claim(study, one) for _, claims in verdict.by_verdict(judged) for one in claims)
+    rows = "".join(_claim(study, one) for _, claims in verdict.by_verdict(study, judged) for one in claims)
     heads = "".join(f"<th>{name}</th>" for name in ("verdict", "claim", "difference [95 %]", "p", "pairs"))
     table_html = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<div class="scroll verdicts">{table_html}</div>' if judged else ""
@@ -105,7 +105,7 @@ def _claim(study: Study, judged: Judged) -> str:
     kind = judged.verdict.replace(" ", "-")
     claim = f"{escape(judged.claim.says)}<br><small>{escape(text)}</small>"
     tail = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    word = escape(verdict.word(study, judged.verdict))
+    word = escape(verdict.word(study, judged))
     return f'<tr class="{kind}"><th>{word}</th><td class="claim">{claim}</td><td>{difference}</td>{tail}</tr>'
 
 

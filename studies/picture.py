@@ -7,7 +7,6 @@ seeds, seconds and GPU is read from the lines. Colors follow the reader's light 
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 from qerl.tracking.report.curve import HEIGHT, LEFT, RIGHT, WIDTH, Series, curves_svg, scales_of
 from qerl.tracking.report.page import asset
@@ -87,17 +86,14 @@ def _runs_by_arm(lines: Sequence[Line]) -> Counter[str]:
 
 
 def seconds_text(lines: Sequence[Line]) -> str:
-    """Return "95 to 99 s a run without loading, on one NVIDIA H200", the arms' medians; without runs that had
-    a GPU to themselves the GPU alone."""
+    """Return "95 to 99 s a run without loading, on one NVIDIA H200", of the runs that had a GPU to
+    themselves; without such runs the GPU alone."""
     devices = " and ".join(sorted({line["device"] for line in lines}))
-    by_arm: dict[str, list[float]] = {}
-    for line in filter(has_own_gpu, lines):
-        by_arm.setdefault(line["arm"], []).append(line["final"]["train_s"])
-    if not by_arm:
+    seconds = sorted({round(line["final"]["train_s"]) for line in filter(has_own_gpu, lines)})
+    if not seconds:
         return f"on {devices}, which the runs shared"
-    medians = sorted(round(median(values)) for values in by_arm.values())
-    seconds = f"{medians[0]} to {medians[-1]}" if medians[0] < medians[-1] else f"{medians[0]}"
-    return f"{seconds} s a run without loading, on one {devices}"
+    text = " to ".join(map(str, {seconds[0]: None, seconds[-1]: None}))
+    return f"{text} s a run without loading, on one {devices}"
 
 
 def _facts(picture: Picture, lines: Sequence[Line]) -> list[str]:

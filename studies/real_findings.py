@@ -18,7 +18,7 @@ from studies.catalog import SMALL_STUDIES, STUDIES
 from studies.findings import Result, read_lines, results_in, with_results
 from studies.results import Line
 from studies.study import Study
-from studies.verdict import evidence_text, markdown, p_text, signed, word_of_others
+from studies.verdict import evidence_text, markdown, p_text, signed, word, word_of_others
 
 MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B")
 Place = tuple[str, str, str, str]
@@ -98,11 +98,12 @@ ROWS: tuple[tuple[str, tuple[Place | None, ...]], ...] = (
 _LEAD = "The claims of QeRL (arXiv 2510.11696), and what our runs say of them, model by model."
 _RULE = (
     "Each cell: verdict, mean difference with its own 95 % interval, p of the exact sign-flip test over n"
-    " pairs (task and seed), corrected by Holm's method over the claims of its study. Reproduced, refuted: p"
-    f" < {SIGNIFICANCE}, and the difference has the claimed or the opposite sign. Not shown: p is larger, as"
-    " it always is with n below 6, whatever the interval, which is of one claim alone and assumes normal"
-    " differences; those inside it are open. Depends: the tasks differ. Not"
-    " run: a study asks it, and has no lines of its arms yet. Empty: no study asks it."
+    " pairs (task and seed), corrected by Holm's method over the claims of its family, which its study's"
+    f" page names. Reproduced, refuted: p < {SIGNIFICANCE}, and the difference has the claimed or the"
+    " opposite sign. Not shown: p is larger, as it always is with n below 6, whatever the interval, which is"
+    " of one claim alone and assumes normal differences; those inside it are open. Depends: the tasks"
+    " differ. Not run: a study asks it, and has no lines of its arms yet. Empty: no study asks it. The"
+    " models are GGUF files (135M: Q4_1, else Q4_K_M); their weights, decoded, are the BF16 of these runs."
 )
 
 
@@ -119,7 +120,7 @@ def real_findings(results: Sequence[Result], lines: Mapping[str, Sequence[Line]]
     parts += [text for name, study in studies.items() if (text := _costs(study, lines[name]))]
     shown = {place for _, places in ROWS for place in places}
     others = [
-        f"- {study.name}: {word_of_others(one.verdict)}: {one.claim.says} ({evidence_text(study, one)})."
+        f"- {study.name}: {word(study, one)}: {one.claim.says} ({evidence_text(study, one)})."
         for study, claims in results
         for one in claims
         if study.name in studies and place_of(study.name, one) not in shown and one.evidence is not None

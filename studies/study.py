@@ -94,6 +94,8 @@ class Claim:
     """(task, metric) of results that a reader of this claim has to know too."""
     note: str = ""
     """Qualification to state with a verdict."""
+    is_own: bool = False
+    """True if the claim is ours in a study that `reproduces` another work."""
     is_headline: bool = False
     """True if the README names the claim even where it was not shown."""
 
@@ -154,7 +156,8 @@ class Study:
     """Limit of the verdicts, to state above them."""
     picture: Picture | None = None
     reproduces: str = ""
-    """Work whose claims are tested, empty if they are our own: one that is supported is then "reproduced"."""
+    """Work whose claims are tested, but for those that are `is_own`; empty if all are ours. One of its claims
+    that is supported is "reproduced"."""
     has_constant_weights: bool = False
     """True if seeds vary the problems and samples, but not the weights (except those `DRAWN_BY_SEED`)."""
     first_look_seeds: int | None = None

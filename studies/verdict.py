@@ -1,5 +1,7 @@
 """Write verdicts and their evidence as sentences: the same words on the page and in the summary."""
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 from studies.analysis import SIGNIFICANCE, Evidence, Judged, Row, SideResult, Verdict
@@ -21,12 +23,13 @@ RULES = (
     " opposite sign. It depends on the task if p is larger and the intervals of two tasks lie on opposite"
     " sides of 0. p is from the exact sign-flip test over all independent differences (one for each task and"
     " seed, unless stated), corrected by Holm's method over the claims of one family that were run (all"
-    " claims of this page, unless families are listed). Intervals are Student's 95 % intervals over seeds,"
-    " each for one claim alone; d is Cohen's d for pairs, the mean difference over its standard deviation."
-    " 'Not shown' does not mean 'false': the interval shows which differences these seeds leave open. In"
-    " tables p is from Student's paired t test within a task, corrected over all rows of the table; it"
-    " assumes normal differences."
+    " claims of this page, unless families are named below). Intervals are Student's 95 % intervals over"
+    " seeds, each for one claim alone; d is Cohen's d for pairs, the mean difference over its standard"
+    " deviation. 'Not shown' does not mean 'false': the interval shows which differences these seeds leave"
+    " open. In tables p is from Student's paired t test within a task, corrected over all rows of the table;"
+    " it assumes normal differences."
 )
+"""What holds for every study; `rules` adds a study's families."""
 MIN_SEEDS = 3
 """Number of seeds from which on an interval is spoken of; Student's interval of two values says nothing."""
 COLUMNS = ("n", "mean", "difference", "d", "p")
@@ -74,9 +77,10 @@ def effect(paired: Paired) -> str:
     return "" if paired.effect_size is None else f"{paired.effect_size:.2f}"
 
 
-def word(study: Study, verdict: Verdict) -> str:
+def word(study: Study, judged: Judged) -> str:
     """Return the verdict as it is read: "reproduced" for a supported claim of another work."""
-    return word_of_others(verdict) if study.reproduces else WORDS[verdict]
+    is_of_others = study.reproduces and not judged.claim.is_own
+    return word_of_others(judged.verdict) if is_of_others else WORDS[judged.verdict]
 
 
 def word_of_others(verdict: Verdict) -> str:
@@ -147,6 +151,15 @@ def side_text(study: Study, judged: Judged, side: SideResult) -> str:
     )
 
 
+def rules(study: Study) -> str:
+    """Return how a claim is judged, with the families over which p is corrected if there are several."""
+    sizes = Counter(claim.family for claim in study.claims)
+    if len(sizes) == 1:
+        return RULES
+    named = (f"{family or 'all others'} ({sizes[family]})" for family in sorted(sizes, key=lambda f: not f))
+    return f"{RULES} Families of claims: {', '.join(named)}."
+
+
 def stopping_note(study: Study) -> str:
     """Return the note on seeds that were added after a first look, or nothing."""
     first = study.first_look_seeds
@@ -163,19 +176,32 @@ def caveats(study: Study) -> list[str]:
     return [text for text in (stopping_note(study), study.caveat) if text]
 
 
-def by_verdict(judged: Sequence[Judged]) -> list[tuple[Verdict, list[Judged]]]:
-    """Return the verdicts that have claims, with their claims."""
-    found: dict[Verdict, list[Judged]] = {
-        verdict: [one for one in judged if one.verdict == verdict] for verdict in WORDS
-    }
-    return [(verdict, claims) for verdict, claims in found.items() if claims]
+def by_verdict(study: Study, judged: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
+    """Return the verdicts that have claims, as words, with their claims: "not shown", then "not shown, our
+    own" for those that are not of the work that the study reproduces."""
+    found: dict[str, list[Judged]] = {}
+    for is_own, verdict in itertools.product((False, True), WORDS):
+        for one in judged:
+            if (one.claim.is_own, one.verdict) == (is_own, verdict):
+                found.setdefault(word(study, one) + ", our own" * is_own, []).append(one)
+    return list(found.items())
 
 
 def tally(study: Study, judged: Sequence[Judged]) -> str:
-    """Return how many claims have which verdict: "Claims of QeRL: 1 reproduced, 2 refuted, 3 not shown."."""
-    counts = [f"{len(claims)} {word(study, verdict)}" for verdict, claims in by_verdict(judged)]
-    of = f" of {study.reproduces}" if study.reproduces else ""
-    return f"Claims{of}: {', '.join(counts)}." if judged else ""
+    """Return how many claims have which verdict: "Claims of QeRL: 1 reproduced, 2 refuted, 3 not shown. Our
+    own: 1 supported."."""
+    of = f"Claims of {study.reproduces}" if study.reproduces else "Claims"
+    theirs, own = ([one for one in judged if one.claim.is_own == is_own] for is_own in (False, True))
+    return " ".join(
+        f"{name}: {_counts(study, part)}." for name, part in ((of, theirs), ("Our own", own)) if part
+    )
+
+
+def _counts(study: Study, judged: Sequence[Judged]) -> str:
+    counts = Counter(
+        word(study, one) for one in sorted(judged, key=lambda one: list(WORDS).index(one.verdict))
+    )
+    return ", ".join(f"{number} {text}" for text, number in counts.items())
 
 
 def cells(row: Row) -> tuple[str, str, str, str, str]:
@@ -193,14 +219,14 @@ def summary(
     lines = [f"## Study {study.name}", "", study.question, tally(study, judged), ""]
     for note in caveats(study):
         lines += [note, ""]
-    for verdict, claims in by_verdict(judged):
+    for text, claims in by_verdict(study, judged):
         bullets = (f"- {one.claim.says}: {evidence_text(study, one)}." for one in claims)
-        lines += [f"**{word(study, verdict).capitalize()}**", "", *bullets, ""]
+        lines += [f"**{text.capitalize()}**", "", *bullets, ""]
     metric = study.metrics[0]
     lines += [f"{metric.title} ({metric.about or metric.key}), differences from {study.baseline}:", ""]
     lines += markdown(("task", "arm", *COLUMNS), [(row.task, row.arm, *cells(row)) for row in rows])
     notes = [line for remark in study.remarks for line in (remark, "")]
-    return "\n".join([*lines, "", *cost_lines, RULES, "", *notes, origin, ""])
+    return "\n".join([*lines, "", *cost_lines, rules(study), "", *notes, origin, ""])
 
 
 def _count(study: Study, judged: Judged, evidence: Evidence) -> str:

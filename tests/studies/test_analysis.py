@@ -7,7 +7,7 @@ from studies.analysis import bands, differences, judge, matched, matched_mean, t
 from studies.findings import brief
 from studies.statistics import estimate
 from studies.study import Arm, Claim, Curve, Metric, Study, StudyTask
-from studies.verdict import evidence_text, interval, stopping_note, summary, tally, with_ci
+from studies.verdict import evidence_text, interval, rules, stopping_note, summary, tally, with_ci
 
 
 def study(*claims, seeds=(0, 1, 2, 3, 4), arms=("base", "a", "b"), weights="plain", **changes):
@@ -249,6 +249,23 @@ def test_a_supported_claim_of_others_is_reproduced():
     assert tally(theirs, judged) == "Claims of QeRL: 1 reproduced."
     assert tally(ours, judged) == "Claims: 1 supported."
     assert "**Reproduced**" in summary(theirs, judged, [], "")
+
+
+def test_our_own_claim_beside_those_of_others_is_counted_apart():
+    own = claim(is_own=True)
+    theirs = study(claim(), own, reproduces="QeRL")
+    judged = judge(theirs, lines("a", 0.3, 0.2))
+    assert tally(theirs, judged) == "Claims of QeRL: 1 reproduced. Our own: 1 supported."
+    text = summary(theirs, judged, [], "")
+    assert text.index("**Reproduced**") < text.index("**Supported, our own**")
+
+
+def test_the_rules_name_families_of_claims_if_there_are_several():
+    of_speed = claim(family="speed")
+    assert "Families" not in rules(study(claim(), claim()))
+    assert rules(study(of_speed, claim(), claim())).endswith(
+        " Families of claims: speed (1), all others (2)."
+    )
 
 
 def test_an_interval_without_0_of_too_few_pairs_excludes_nothing():

@@ -182,3 +182,9 @@ def test_failed_episodes_stop_the_study_with_their_reason(tmp_path, monkeypatch)
     _, job = tiny_job("before", failing, tmp_path, monkeypatch)
     with pytest.raises(RunError, match=r"evaluation: 3 of 3 episodes have failed, the first: raised OSError"):
         play(job)
+
+
+def test_each_claim_says_beside_it_what_the_model_does_at_temperature_0():
+    """An untrained model calls the tool in most greedy answers: training changes how often it samples a call."""
+    for claim in agents().claims:
+        assert claim.side_results == tuple((name, f"{claim.metric}_greedy") for name in FRAMEWORKS)
