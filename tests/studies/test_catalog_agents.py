@@ -185,6 +185,6 @@ def test_failed_episodes_stop_the_study_with_their_reason(tmp_path, monkeypatch)
 
 
 def test_each_claim_says_beside_it_what_the_model_does_at_temperature_0():
-    """An untrained model calls the tool in most greedy answers: training changes how often it samples a call."""
+    """An untrained model calls the tool in most greedy answers already."""
     for claim in agents().claims:
         assert claim.side_results == tuple((name, f"{claim.metric}_greedy") for name in FRAMEWORKS)
