@@ -114,3 +114,10 @@ def test_a_small_command_shows_all_its_options(monkeypatch, capsys):
     lines = shown(monkeypatch, capsys, "export", "--help")
     assert lines[0] == "usage: qerl export RUN OUT [OPTIONS]" and "--help-all" not in "\n".join(lines)
     assert {"  RUN", "  OUT", "  --dtype {bf16,fp32}"} <= set(lines)
+
+
+def test_check_shows_the_defaults_that_a_run_of_own_rows_has(monkeypatch, capsys):
+    train, check = (listed(shown(monkeypatch, capsys, command, "--help")) for command in ("train", "check"))
+    assert [line for line in train if "(" in line and not line.startswith("  --json")] == [
+        line for line in check if "(" in line
+    ]

@@ -92,6 +92,14 @@ def test_an_export_says_what_it_wrote_and_how_it_is_used(tmp_path, form, said):
     assert any(said.replace("OUT", str(out)) in line for line in lines)
 
 
+def test_an_adapter_of_a_quantized_base_is_not_shown_on_the_original_weights(tmp_path):
+    """On those it computes something else: the README.md that is written with it has its base's commands."""
+    options = ExportOptions(run=Path("run"), out=write_adapter(tmp_path / "out"), form="peft")
+    assert usage_lines(options, None)[1:] == [
+        f"  PEFT, vLLM   {options.out}/README.md says how to load it on that base"
+    ]
+
+
 @pytest.mark.parametrize(
     "entries",
     [

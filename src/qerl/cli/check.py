@@ -14,6 +14,7 @@ from qerl.cli.help import Help
 from qerl.cli.train import COMMON, SHORT, check_asked, read_recipe, with_rate
 from qerl.config import RunConfig
 from qerl.config.effects import without_unused
+from qerl.config.recipes import plain
 from qerl.errors import RunError, UserError
 
 DESCRIPTION = f"""{__doc__}
@@ -47,7 +48,7 @@ class CheckOptions:
     json: bool = False
     """Print one JSON object instead of lines."""
 
-    run: Annotated[RunConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=RunConfig)
+    run: Annotated[RunConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=plain)
     """The run, with the fields of `qerl train`."""
 
 
@@ -55,7 +56,7 @@ def run(arguments: list[str]) -> None:
     names, fields = names_or_help(CheckOptions, arguments, "check [RECIPE]", HELP)
     options = expand(fields, SHORT)
     set_options = names_of(options)
-    parts, name, default = list(_MACHINE), "this machine", RunConfig()
+    parts, name, default = list(_MACHINE), "this machine", plain()
     if names or "--task.name" in set_options:
         name, default, options = read_recipe(arguments, "check")
         parts += _RUN

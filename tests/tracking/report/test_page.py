@@ -251,7 +251,7 @@ def titles(tmp_path):
 def test_a_chart_whose_values_are_all_the_same_is_folded_away(tmp_path):
     run = make_run(tmp_path / "run")
     steps = [
-        {"step": i, "reward": i / 8, "sigma": 0.0, "cut_fraction": 0.5, "raw": i, "loss": 1.0}
+        {"step": i, "reward": i / 8, "sigma": 0.0, "cut_fraction": 0.5, "raw": i, "loss": 1.0 - 1e-7 * i}
         for i in range(4)
     ]
     lines(run / "metrics.jsonl", steps)

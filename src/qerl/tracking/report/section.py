@@ -201,14 +201,18 @@ def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
 def by_change(
     runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]
 ) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Divide the charts into those that have something to see and those whose values are all the same."""
+    """Divide the charts into those that have something to see and those whose values are all the same, to the
+    digits that a page shows."""
     is_same = accuracy_is_reward(runs)
     constant = []
     for kind in kinds:
         points = [
             s.points for i, run in enumerate(runs) for s in _series(run, i, kind[0], is_same) if s.points
         ]
-        if any(len(each) > 1 for each in points) and len({y for each in points for _, y in each}) == 1:
+        if (
+            any(len(each) > 1 for each in points)
+            and len({rounded(y) for each in points for _, y in each}) == 1
+        ):
             constant.append(kind)
     return [kind for kind in kinds if kind not in constant], constant
 
