@@ -34,13 +34,14 @@ def test_it_is_short():
     assert README.read_text().count("\n") <= 150
 
 
-def test_its_reward_is_right_for_right_first_numbers():
+def test_its_reward_is_right_for_right_last_numbers_of_messages_and_texts():
     example = re.search(r"`reward.py`.*?```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert example
     names: dict = {}
     exec(compile(example[1], "README.md", "exec"), names)
-    answers = [[{"content": text}] for text in ("42.", "41", "12 + 30 = 42", "It is 42", "none")]
-    assert names["score"](answers, ["42"] * 5) == [1.1, 0.1, 0.1, 1.0, 0.0]
+    texts = ["42.", "41", "The result of 12 + 30 is 42", "42 and 3", "none"]
+    for answers in ([[{"content": text}] for text in texts], texts):  # without a chat template: texts
+        assert names["score"](answers, ["42"] * 5) == [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
 def test_each_page_that_it_names_is_a_link_to_a_file():
