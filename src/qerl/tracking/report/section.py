@@ -38,7 +38,7 @@ CHARTS = (
     ("accuracy", "Accuracy", "share of correct samples"),
     ("teacher_kl", "KL to the teacher", "student to teacher on the student's samples, nats per token"),
     ("entropy", "Entropy", "of the learner's policy, nats per token"),
-    ("sampler_entropy", "Sampler entropy", "of the noisy policy, nats per token"),
+    ("sampler_entropy", "Sampler entropy", "of the policy that samples, noise included, nats per token"),
     ("mismatch_kl", "Sampler-learner KL", "sampling policy to learner's policy, nats per token"),
     ("sigma", "Noise sigma", "standard deviation of the noise in the RMSNorm weights"),
     ("informative", "Informative groups", "share of groups whose rewards differ"),
