@@ -136,6 +136,17 @@ def matched_mean(rewards: Sequence[float], level: float) -> float:
     return fmean(rewards[start : start + half])
 
 
+def gained(lines: Sequence[Line]) -> Values:
+    """Return each run's reward of its last tenth of the steps minus that of its first step."""
+    values: Values = {}
+    for line in lines:
+        final = line["final"]
+        if "reward_first" in final and "reward_last" in final:
+            gain = final["reward_last"] - final["reward_first"]
+            values.setdefault((line["task"], line["arm"]), {})[line["seed"]] = gain
+    return values
+
+
 def of_curve(key: str, lines: Sequence[Line]) -> Values:
     """Return each run's mean over its steps of a metric of the curve; runs without it are left out. Of
     seconds the median: the first step, which compiles, and those with an evaluation do not count."""
@@ -150,6 +161,7 @@ def of_curve(key: str, lines: Sequence[Line]) -> Values:
 
 DERIVED: Mapping[str, Callable[[Sequence[Line]], Values]] = {
     "matched": matched,
+    "gain": gained,
     **{key: partial(of_curve, key) for key in ("mismatch_kl", "mismatch_abs", "rollout_s", "step_s")},
 }
 

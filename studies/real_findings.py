@@ -36,11 +36,11 @@ ROWS: tuple[tuple[str, tuple[Place | None, ...]], ...] = (
         (("entropy", "nvfp4", "bf16", "entropy"), *_both("nvfp4", "bf16", "entropy_first")),
     ),
     (
-        "NVFP4's reward grows faster than BF16 LoRA's",
+        "NVFP4's reward grows faster than BF16 LoRA's (mean over the run)",
         (("growth", "nvfp4", "bf16", "reward_mean"), *_both("nvfp4", "bf16", "reward_mean")),
     ),
     (
-        "NVFP4 + AQN's reward grows faster than BF16 LoRA's",
+        "NVFP4 + AQN's reward grows faster than BF16 LoRA's (mean over the run)",
         (("growth", "nvfp4+aqn", "bf16", "reward_mean"), *_both("nvfp4+aqn", "bf16", "reward_mean")),
     ),
     (
