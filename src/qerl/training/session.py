@@ -41,6 +41,7 @@ from qerl.training.compile_plan import compile_while_loading
 from qerl.training.engines.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.engines.multi_turn import EnvironmentEpisodes, with_environment
 from qerl.training.engines.replayed_batch import BranchingEngine
+from qerl.training.equal_rewards import EqualRewards
 from qerl.training.float_evaluation import (
     FLOAT,
     MAX_PROBLEMS,
@@ -181,6 +182,7 @@ class ReinforcementLearning(Training):
         self.evaluations_before = moments if self._held_out_P else ()
         self._first_step, self._metrics = 0, dict[str, float]()
         self._episodes, self._failed_episodes, self._example = 0, 0, ""
+        self._equal_rewards = EqualRewards()
         self.engine.expect(longest)
 
     def _facts(self, tokenizer: PreTrainedTokenizerBase, pool: RewardPool) -> RunFacts:
@@ -300,6 +302,8 @@ class ReinforcementLearning(Training):
         """Log traffic and engine metrics, report failed rewards, evaluate where it is due."""
         log.add(**self._ranks.take_traffic(), **self.sampler.take_metrics(), **self._rewards.take_means())
         self._report_failures()
+        if (text := self._equal_rewards.notice(log.metrics)) is not None:
+            self._journal.notice(text)
         if step == self._first_step and (report := TALLY.report()) is not None:
             self._journal.notice(str(report))
         if self._held_out_P and evaluates_after(self.config.evaluate, step):
