@@ -21,7 +21,7 @@ from qerl.cli import main
 from qerl.config import AdapterConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import RunError, UserError
-from qerl.export import export
+from qerl.export import export, write
 from qerl.learner import Learner
 from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.source import base_name, locate
@@ -30,6 +30,8 @@ from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import write_quantized
 from qerl.models.peft.adapter import adapter_tensors, add_adapter, load_adapter, publish
 from qerl.models.peft.peft_reader import adapter_config, read_adapter
+from qerl.models.quantize import calibration
+from qerl.models.quantize.calibration import read_calibration
 from qerl.models.quantize.merge_note import read_note
 from stored_samples import checked_line
 
@@ -233,6 +235,25 @@ def test_the_4_bit_export_keeps_what_a_plain_one_loses(tmp_path, format):
     write_quantized(str(exported(tmp_path, config, "merged")), tmp_path / "plain")
     plain = rms_error(logits(tmp_path / "plain", "nvfp4"), truth)
     assert rms_error(logits(exported(tmp_path, config, "nvfp4"), "nvfp4"), truth) < 0.4 * plain
+
+
+@pytest.mark.parametrize(
+    ("gb", "asked", "tokens"), [(0, {}, 8192), (141, {}, 65_536), (141, {"calibration_tokens": 99}, 99)]
+)
+def test_the_4_bit_export_calibrates_on_as_many_tokens_as_the_memory_allows(
+    tmp_path, monkeypatch, gb, asked, tokens
+):
+    _, config, _ = run_of(tmp_path)
+    counts, read = [], read_calibration
+
+    def counted(*arguments, max_tokens, **place):
+        counts.append(max_tokens)
+        return read(*arguments, max_tokens=max_tokens, **place)
+
+    monkeypatch.setattr(calibration, "memory_bytes", lambda device: gb * 1e9)
+    monkeypatch.setattr(write, "read_calibration", counted)
+    exported(tmp_path, config, "nvfp4", **asked)
+    assert counts == [tokens]
 
 
 def test_the_4_bit_export_says_how_far_it_is(tmp_path, capsys):

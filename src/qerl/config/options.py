@@ -129,8 +129,9 @@ class ExportOptions:
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Data type of a merged model, or of a base whose format no layout has."""
 
-    calibration_tokens: int = 8192
-    """Tokens of the run's prompts and samples, newest first, to calibrate nvfp4 and mxfp4 on."""
+    calibration_tokens: int | None = None
+    """Tokens of the run's prompts and samples, newest first, to calibrate nvfp4 and mxfp4 on. None: 8,192,
+    on a GPU as many as its memory allows, up to 65,536."""
 
     push_to_hub: str | None = None
     """Id of a repository of the Hugging Face hub, OWNER/NAME or NAME, to upload the written folder to. It is
@@ -142,7 +143,7 @@ class ExportOptions:
     def __post_init__(self):
         check_numbers(self)
         check_positive(self, "calibration_tokens")
-        acts = self.form in ("nvfp4", "mxfp4") or self.calibration_tokens == 8192
+        acts = self.form in ("nvfp4", "mxfp4") or self.calibration_tokens is None
         require(acts, f"--calibration-tokens needs --as nvfp4 or mxfp4, got {self.form}")
         if self.dtype != "bf16" and self.form not in ("merged", "gguf-ready", "base"):
             raise UserError(f"--dtype {self.dtype} needs --as merged, gguf-ready or base, got {self.form}")

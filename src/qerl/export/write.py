@@ -43,7 +43,7 @@ from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
 from qerl.models.peft.adapter import add_adapter, load_adapter, merged_expert, merged_weight
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
-from qerl.models.quantize.calibration import read_calibration
+from qerl.models.quantize.calibration import calibration_tokens, read_calibration
 from qerl.models.quantize.gptq import GptqSettings, requantize
 from qerl.models.quantize.merge_note import MergeNote, make_note, write_note
 from qerl.models.transformers_backend.backend import backend_of
@@ -62,8 +62,8 @@ def export(config: RunConfig, options: ExportOptions) -> None:
         write_base(run, config, out, COMPUTE[options.dtype])
     elif options.form in _KINDS:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        tokens = options.calibration_tokens
-        write_four_bit(run, config, out, options.form, device=device, calibration_tokens=tokens)
+        max_tokens = options.calibration_tokens
+        write_four_bit(run, config, out, options.form, device=device, max_tokens=max_tokens)
     else:
         write_merged(run, config, out, COMPUTE[options.dtype])
 
@@ -152,15 +152,16 @@ def _write_plain(
 
 
 def write_four_bit(
-    run: Path, config: RunConfig, out: Path, format: str, *, device: torch.device, calibration_tokens: int
+    run: Path, config: RunConfig, out: Path, format: str, *, device: torch.device, max_tokens: int | None
 ) -> None:
+    """max_tokens: tokens to calibrate on, about; None: as many as the device allows."""
     if backend_of(config.model) == "transformers":
         reason = "transformers' code runs its model (model.backend)"
         raise UserError(f"{run}: {reason}; use --as merged or --as peft")
     decoder, source = load_fp32_policy(run, config, device), locate(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
-    samples = run / "samples.jsonl"
-    rows = read_calibration(samples, tokenizer, max_tokens=calibration_tokens, device=device)
+    max_tokens = max_tokens or calibration_tokens(decoder.architecture, device)
+    rows = read_calibration(run / "samples.jsonl", tokenizer, max_tokens=max_tokens, device=device)
     settings = GptqSettings(kind=_KINDS[format])
     requantize(decoder, rows, settings, notice=partial(print, f"{format}:", file=sys.stderr))
     write_packed(decoder, source, out, format=format)
