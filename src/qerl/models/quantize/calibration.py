@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,9 @@ from qerl.models.delta_net import Recur, recur_over
 from qerl.tracking.json_lines import decode
 from qerl.tracking.sample_files import DAMAGE, sample_lines, segments
 from qerl.types import Tree
+
+TokenGroup = tuple[list[int], list[list[int]]]
+"""A prompt and its samples."""
 
 _TOKENS, _GPU_TOKENS = 8192, 65_536
 _MEMORY_SHARE = 8
@@ -45,17 +47,31 @@ class Calibration:
 def read_calibration(
     file: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, device: torch.device
 ) -> Calibration:
-    """Return about max_tokens rows of a run's samples.jsonl."""
-    groups = tokenize_groups(file, tokenizer, max_tokens)
-    first = next(groups, None)
-    if first is None:
+    """Return about max_tokens rows of a run's samples.jsonl, of as many of its newest prompts as they have
+    place for."""
+    groups = _with_few_samples(tokenize_groups(file, tokenizer, max_tokens), max_tokens)
+    if not groups:
         raise UserError(f"{file}: holds no samples, which calibration needs")
-    return pack_groups(itertools.chain([first], groups), max_tokens=max_tokens, device=device)
+    return pack_groups(groups, max_tokens=max_tokens, device=device)
 
 
-def pack_groups(
-    groups: Iterable[tuple[list[int], list[list[int]]]], *, max_tokens: int, device: torch.device
-) -> Calibration:
+def _with_few_samples(groups: Iterable[TokenGroup], max_tokens: int) -> list[TokenGroup]:
+    """Return the first groups with as many samples each, the newest, as max_tokens need: one answer to each
+    of 17 prompts of GSM8K kept more of a merged adapter than 8 to each of 4 (KL 0.0006 for 0.0012)."""
+    read, num_tokens = list[TokenGroup](), 0
+    for prompt, samples in groups:
+        read.append((prompt, samples))
+        num_tokens += len(prompt) + len(samples[0])
+        if num_tokens >= max_tokens:
+            break
+    for num_samples in range(1, max((len(samples) for _, samples in read), default=0)):
+        few = [(prompt, samples[:num_samples]) for prompt, samples in read]
+        if sum(len(prompt) + sum(map(len, samples)) for prompt, samples in few) >= max_tokens:
+            return few
+    return read
+
+
+def pack_groups(groups: Iterable[TokenGroup], *, max_tokens: int, device: torch.device) -> Calibration:
     """Return about max_tokens rows: each prompt once, followed by its distinct samples."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -77,9 +93,7 @@ def pack_groups(
     return Calibration(tokens_T, positions_T, attend, recur_over(trees, device))
 
 
-def tokenize_groups(
-    file: Path, tokenizer: PreTrainedTokenizerBase, max_lines: int
-) -> Iterator[tuple[list[int], list[list[int]]]]:
+def tokenize_groups(file: Path, tokenizer: PreTrainedTokenizerBase, max_lines: int) -> Iterator[TokenGroup]:
     """Yield each prompt and its distinct samples, from the last lines of the file to the first."""
     ends_by_text: dict[str, dict[str, bool]] = {}
     for record in _last_records(file, max_lines):
