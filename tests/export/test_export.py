@@ -32,6 +32,7 @@ from qerl.models.peft.adapter import adapter_tensors, add_adapter, load_adapter,
 from qerl.models.peft.peft_reader import adapter_config, read_adapter
 from qerl.models.quantize import calibration
 from qerl.models.quantize.calibration import read_calibration
+from qerl.models.quantize.gptq import FLOAT, GptqSettings
 from qerl.models.quantize.merge_note import read_note
 from stored_samples import checked_line
 
@@ -254,6 +255,21 @@ def test_the_4_bit_export_calibrates_on_as_many_tokens_as_the_memory_allows(
     monkeypatch.setattr(write, "read_calibration", counted)
     exported(tmp_path, config, "nvfp4", **asked)
     assert counts == [tokens]
+
+
+@pytest.mark.parametrize(
+    ("held", "form", "usual"),
+    [("nvfp4", "nvfp4", GptqSettings()), ("bf16", "nvfp4", FLOAT), ("nvfp4", "mxfp4", FLOAT)],
+)
+def test_weights_of_another_format_are_rounded_as_a_float_model_is(tmp_path, monkeypatch, held, form, usual):
+    _, config, _ = run_of(tmp_path, format=held)
+    seen = []
+    monkeypatch.setattr(write, "requantize", lambda decoder, rows, settings, notice: seen.append(settings))
+    monkeypatch.setattr(write, "write_packed", lambda *arguments, **settings: None)
+    exported(tmp_path, config, form)
+    assert [(each.kind.name, each.float_share, each.damping) for each in seen] == [
+        (form, usual.float_share, usual.damping)
+    ]
 
 
 def test_the_4_bit_export_says_how_far_it_is(tmp_path, capsys):

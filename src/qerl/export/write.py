@@ -11,6 +11,7 @@
 Tensors other than the linears' weights are the checkpoint's, also a head that the run had packed.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -44,7 +45,7 @@ from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
 from qerl.models.peft.adapter import add_adapter, load_adapter, merged_expert, merged_weight
 from qerl.models.peft.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.quantize.calibration import calibration_tokens, read_calibration
-from qerl.models.quantize.gptq import GptqSettings, requantize
+from qerl.models.quantize.gptq import FLOAT, GptqSettings, requantize
 from qerl.models.quantize.merge_note import MergeNote, make_note, write_note
 from qerl.models.transformers_backend.backend import backend_of
 from qerl.tracking.progress import work
@@ -162,7 +163,9 @@ def write_four_bit(
     tokenizer = load_tokenizer(config.model.path)
     max_tokens = max_tokens or calibration_tokens(decoder.architecture, device)
     rows = read_calibration(run / "samples.jsonl", tokenizer, max_tokens=max_tokens, device=device)
-    settings = GptqSettings(kind=_KINDS[format])
+    # Weights of another format lose far more to rounding than the adapter changes, as a float model's do.
+    usual = GptqSettings() if config.model.format == format else FLOAT
+    settings = dataclasses.replace(usual, kind=_KINDS[format])
     requantize(decoder, rows, settings, notice=partial(print, f"{format}:", file=sys.stderr))
     write_packed(decoder, source, out, format=format)
 

@@ -53,7 +53,7 @@ Kind = type[NVFP4] | type[MXFP4]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GptqSettings:
-    """GptqSettings(): of a merged model. FLOAT: of a float one."""
+    """GptqSettings(): of an adapter merged into weights of this kind. FLOAT: of all others."""
 
     kind: Kind = NVFP4
     select_scales: SelectScales = least_squares
