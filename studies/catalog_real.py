@@ -60,6 +60,7 @@ _CALIBRATED_CLAIMS = tuple(
         ("Calibrated NVFP4 ends [below|above] BF16 LoRA", "bf16", -1),
     )
 )
+_RIVALS = "other baselines"
 _RATES, _FULL_RATES = (2e-5, 5e-5, 1e-4), (1e-6, 3e-6, 1e-5)
 
 _METRICS = (
@@ -161,8 +162,12 @@ def gsm8k() -> Study:
         _FULL,
     )
     claims = (
-        claim("NVFP4 + AQN ends [above|below] NF4 (QLoRA)", "nvfp4+aqn", "nf4", "greedy"),
-        claim("NVFP4 + AQN ends [above|below] full fine-tuning", "nvfp4+aqn", "full", "greedy"),
+        claim("NVFP4 + AQN ends [above|below] NF4 (QLoRA)", "nvfp4+aqn", "nf4", "greedy", family=_RIVALS),
+        claim(
+            "NVFP4 + AQN ends [above|below] full fine-tuning",
+            *("nvfp4+aqn", "full", "greedy"),
+            family=_RIVALS,
+        ),
         *_CALIBRATED_CLAIMS,
     )
     return _study("gsm8k", "1.5B", _LARGE, arms, claims)
@@ -172,13 +177,17 @@ def gsm8k_small() -> Study:
     """One rate for all arms: gsm8k chooses them for each."""
     study = _study("gsm8k_small", "0.5B", _SMALL, (*_MAIN, _GPTQ), _CALIBRATED_CLAIMS)
     rate = f"All arms have the rate {BASE.learn.learning_rate:g}; none was chosen."
+    merged = (
+        "Merged: as `qerl export --as nvfp4` rounded at commit 693825e3, on 8,192 tokens and towards the"
+        " outputs of inputs that are rounded already."
+    )
     strict = "Strict accuracies are 0: this model writes its number in \\boxed{}, never behind ####."
     return dataclasses.replace(
         study,
         rates=(),
         measure=train_test_and_merge,
         metrics=(*_METRICS, *_MERGED),
-        remarks=(*_REMARKS[:2], rate, strict),
+        remarks=(*_REMARKS[:2], rate, strict, merged),
         picture=_picture("0.5B", "bf16", "nvfp4", "nvfp4+aqn"),
     )
 

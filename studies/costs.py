@@ -93,10 +93,10 @@ def left_out(lines: Sequence[Line]) -> str:
 
 
 def markdown(study: Study, lines: Sequence[Line]) -> list[str]:
-    """Return the lines of the table with its notes; none without rows."""
+    """Return the lines of the table with its notes; without rows what was left out, if runs had steps."""
     rows = costs(study, lines)
     if not rows:
-        return []
+        return [left_out(lines), ""] if any("step_s" in p for line in lines for p in line["curve"]) else []
     table = verdict.markdown(("task", "arm", *COLUMNS), [(row.task, row.arm, *cells(row)) for row in rows])
     notes = [note for text in (RULE, left_out(lines)) if text for note in (text, "")]
     return ["Seconds and memory:", "", *table, "", *notes]

@@ -261,15 +261,24 @@ def test_the_4_bit_export_calibrates_on_as_many_tokens_as_the_memory_allows(
     ("held", "form", "usual"),
     [("nvfp4", "nvfp4", GptqSettings()), ("bf16", "nvfp4", FLOAT), ("nvfp4", "mxfp4", FLOAT)],
 )
-def test_weights_of_another_format_are_rounded_as_a_float_model_is(tmp_path, monkeypatch, held, form, usual):
-    _, config, _ = run_of(tmp_path, format=held)
-    seen = []
-    monkeypatch.setattr(write, "requantize", lambda decoder, rows, settings, notice: seen.append(settings))
-    monkeypatch.setattr(write, "write_packed", lambda *arguments, **settings: None)
-    exported(tmp_path, config, form)
-    assert [(each.kind.name, each.float_share, each.damping) for each in seen] == [
-        (form, usual.float_share, usual.damping)
-    ]
+def test_weights_of_another_format_are_rounded_as_a_float_model_is(held, form, usual):
+    settings = write.four_bit_settings(held, form)
+    assert (settings.kind.name, settings.float_share, settings.damping) == (
+        form,
+        usual.float_share,
+        usual.damping,
+    )
+
+
+def test_an_export_without_memory_names_the_option(tmp_path, monkeypatch):
+    def full(*arguments, **settings):
+        raise torch.OutOfMemoryError
+
+    _, config, _ = run_of(tmp_path)
+    monkeypatch.setattr(write, "requantize", full)
+    with pytest.raises(RunError, match=r"8,192 tokens need more memory .* fewer --calibration-tokens"):
+        exported(tmp_path, config, "nvfp4")
+    assert not (tmp_path / "nvfp4").exists()
 
 
 def test_the_4_bit_export_says_how_far_it_is(tmp_path, capsys):

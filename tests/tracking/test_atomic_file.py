@@ -74,6 +74,6 @@ def test_a_fork_of_a_killed_process_that_still_has_its_lock_is_waited_for(tmp_pa
 
 def test_a_lock_that_outlives_its_process_is_waited_for_no_longer_than_that(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_file, "RELEASE_S", 0.1)
-    pid = kill_beside_a_fork(tmp_path, 1.0)
+    pid = kill_beside_a_fork(tmp_path, 5.0)
     with pytest.raises(UserError, match=rf"another run is writing here \(process {pid}\)"):
         Lock(tmp_path)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import tiny_run
+from qerl.config import AlgoConfig, RunConfig
 from qerl.training.equal_rewards import EqualRewards
 
 EQUAL = """def equal(prompts, completions, **columns):
@@ -12,8 +13,8 @@ EQUAL = """def equal(prompts, completions, **columns):
 """
 
 
-def noticed(shares):
-    rewards = EqualRewards()
+def noticed(shares, **algo):
+    rewards = EqualRewards(RunConfig(algo=AlgoConfig(**algo)))
     return [i for i, share in enumerate(shares) if rewards.notice({"reward": 0.5, "informative": share})]
 
 
@@ -23,8 +24,15 @@ def test_ten_steps_in_a_row_are_noticed_once():
     assert noticed([0.5] * 30) == []
 
 
+@pytest.mark.parametrize(
+    "algo", [{"branching": "deep"}, {"dynamic_sampling": True}, {"overlong": "shape", "overlong_buffer": 8}]
+)
+def test_runs_that_learn_otherwise_too_are_left_alone(algo):
+    assert noticed([0.0] * 12, **algo) == []
+
+
 def test_runs_without_rewards_are_left_alone():
-    rewards = EqualRewards()
+    rewards = EqualRewards(RunConfig())
     assert not any(rewards.notice(metrics) for metrics in [{"informative": 0.0}, {"reward": 0.0}, {}] * 20)
 
 
@@ -45,4 +53,4 @@ def test_a_run_says_that_its_rewards_teach_nothing(tmp_path, reward, count):
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     texts = [text for text in (json.loads(line)["text"] for line in events) if "teach nothing" in text]
     assert len(texts) == count
-    assert all("mean reward 0.250" in text for text in texts)
+    assert all("mean reward of the last 0.250" in text for text in texts)

@@ -150,7 +150,8 @@ def test_a_merged_model_in_4_bits_is_read_again(run, policy):
     assert again.architecture == decoder.architecture
     linears = dict(decoder.linears())
     for name, linear in again.linears():
-        assert rms_error(linear.weight.decode(), merged_weight(linears[name])) < 0.25, name
+        # Codes are chosen for outputs; weights of another linear or layout would be off by 1.4.
+        assert rms_error(linear.weight.decode(), merged_weight(linears[name])) < 0.5, name
     buffers = dict(decoder.named_buffers())
     for name, buffer in again.named_buffers():
         torch.testing.assert_close(buffer, buffers[name], rtol=2.0**-8, atol=2.0**-8, msg=name)

@@ -163,7 +163,7 @@ def check_early(config: RunConfig) -> None:
         check_task_files(config.task, is_rewarded=is_rewarded)
     if agent is not None and not is_environment_name(agent):
         check_agent_file(agent)
-    if config.model.calibrate == "none" and not (Path(config.out) / "run.json").exists():
+    if not (Path(config.out) / "run.json").exists():
         check_place(config.model.path)  # a run that exists is complete or keeps its own base
     announce_run("importing torch and transformers")
 

@@ -21,8 +21,10 @@ from qerl.errors import UserError
 _BASE_JUDGE = "task.judge.url base and task.rewards has judge"
 CONFLICTS: dict[str, dict[str, str]] = {
     "model.calibrate gptq": {
-        "model.format not nvfp4": "{setting} needs model.format nvfp4, got {model.format}",
-        "ray.address": "model.calibrate does not work with --ray: run `qerl quantize` first",
+        "model.format not nvfp4": "{setting} needs model.format nvfp4, got {model.format}; set"
+        " model.calibrate none for others",
+        "ray.address": "model.calibrate does not work with --ray: run `qerl quantize` first, and set"
+        " model.calibrate none",
     },
     "adapter.experts not none": {
         "adapter.dropout": "{setting} needs adapter.dropout 0, got {adapter.dropout}",

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qerl.config import ModelConfig, RunConfig
 from qerl.config.options import ExportOptions
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 from qerl.export.adapter_card import adapter_card, base_commands, trained_on, written_adapter
 from qerl.formats import MXFP4, NVFP4
 from qerl.learner.checkpoint import latest_adapter, latest_described_adapter
@@ -163,11 +163,22 @@ def write_four_bit(
     tokenizer = load_tokenizer(config.model.path)
     max_tokens = max_tokens or calibration_tokens(decoder.architecture, device)
     rows = read_calibration(run / "samples.jsonl", tokenizer, max_tokens=max_tokens, device=device)
-    # Weights of another format lose far more to rounding than the adapter changes, as a float model's do.
-    usual = GptqSettings() if config.model.format == format else FLOAT
-    settings = dataclasses.replace(usual, kind=_KINDS[format])
-    requantize(decoder, rows, settings, notice=partial(print, f"{format}:", file=sys.stderr))
+    settings, notice = (
+        four_bit_settings(config.model.format, format),
+        partial(print, f"{format}:", file=sys.stderr),
+    )
+    try:
+        requantize(decoder, rows, settings, notice=notice)
+    except torch.OutOfMemoryError:
+        few = f"{max_tokens:,} tokens need more memory than the GPU has free"
+        raise RunError(f"{run}: {few}; give fewer --calibration-tokens") from None
     write_packed(decoder, source, out, format=format)
+
+
+def four_bit_settings(held: str, format: str) -> GptqSettings:
+    """Return the settings of a merge into a format over weights held in another or the same one. Those of
+    another lose far more to rounding than the adapter changes, as a float model's do."""
+    return dataclasses.replace(GptqSettings() if held == format else FLOAT, kind=_KINDS[format])
 
 
 def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Decoder:

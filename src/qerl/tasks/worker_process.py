@@ -156,12 +156,12 @@ def _signals_held() -> Iterator[None]:
         else:
             handlers[number](number, frame)
 
-    if threading.current_thread() is threading.main_thread():
-        for number in _STOPS:
-            if callable(handler := signal.getsignal(number)):
-                handlers[number] = handler
-                signal.signal(number, receive)
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in _STOPS:
+                if callable(handler := signal.getsignal(number)):
+                    handlers[number] = handler
+                    signal.signal(number, receive)
         yield
     finally:
         is_held = False  # from here on a signal may interrupt: a handler that stays set passes it on

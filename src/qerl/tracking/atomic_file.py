@@ -17,8 +17,7 @@ from qerl.config.regular_file import parse_json, read_regular
 from qerl.errors import RunError, UserError
 
 RELEASE_S = 10.0
-"""A process that a killed run had just forked has the run's lock until its Python begins: on a busy machine
-at most after so long."""
+"""So long is waited: a process that a killed run had just forked has its lock until its Python begins."""
 
 
 def finite(value: Any) -> Any:
@@ -78,6 +77,8 @@ def _is_running(pid: int) -> bool:
         return False
     except OSError:
         return True
+    with suppress(OSError):  # one that has ended, but whose parent has not asked for its exit code
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return True
 
 

@@ -27,6 +27,7 @@ from qerl.learner.distributed import Ranks, join_ranks
 from qerl.learner.plan.memory import with_fields
 from qerl.models.decoder import Decoder
 from qerl.models.device import resolve_device
+from qerl.models.expert_writing import can_be_written
 from qerl.models.quantize.quantization_check import CALIBRATE, check_quantization
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import format_failures, with_absolute_path
@@ -182,7 +183,7 @@ class ReinforcementLearning(Training):
         self.evaluations_before = moments if self._held_out_P else ()
         self._first_step, self._metrics = 0, dict[str, float]()
         self._episodes, self._failed_episodes, self._example = 0, 0, ""
-        self._equal_rewards = EqualRewards()
+        self._equal_rewards = EqualRewards(config)
         self.engine.expect(longest)
 
     def _facts(self, tokenizer: PreTrainedTokenizerBase, pool: RewardPool) -> RunFacts:
@@ -261,11 +262,16 @@ class ReinforcementLearning(Training):
     def quantization_lines(self) -> Iterator[str | None]:
         config, model = self.config, self.config.model
         prompts = [prompt.tokens_T for prompt in self._task.train_prompts(0, config.num_prompts)]
-        # On a CPU a calibration takes minutes.
-        has_remedy = model.format == "nvfp4" and model.device.startswith("cuda") and not config.ray.address
-        remedy = CALIBRATE if has_remedy else ""
-        yield check_quantization(self.decoder, model.path, model.format, prompts, remedy=remedy)
+        yield check_quantization(self.decoder, model.path, model.format, prompts, remedy=self._remedy())
         yield check_teacher(self._teacher, config, self.decoder, prompts)
+
+    def _remedy(self) -> str:
+        """Return what would make the rounding cost less, or nothing. On a CPU a calibration takes minutes."""
+        model = self.config.model
+        if model.format != "nvfp4" or not model.device.startswith("cuda") or self.config.ray.address:
+            return ""
+        architecture = self.decoder.architecture  # None: transformers' code runs the model
+        return CALIBRATE if architecture is not None and can_be_written(architecture, "nvfp4") else ""
 
     def state(self) -> dict[str, Any]:
         episodes = [self._episodes, self._failed_episodes]

@@ -38,13 +38,14 @@ def test_the_newest_prompts_come_first_each_once_with_its_different_samples(run)
 
 
 def test_more_prompts_come_before_more_samples_of_one(run):
-    """8 + 5 tokens are both prompts with a sample each; with 14 a second one is needed."""
+    """8 + 5 tokens are both prompts with a sample each; further samples are dealt until there are enough."""
     tokenizer = load_tokenizer(str(run))
     lines = [checked_line(json.dumps({"prompt": p, "text": t, "finish": f})) for p, t, f in ROWS]
     second = checked_line(json.dumps({"prompt": "longer ", "text": "f", "finish": "length"}))
     (run / "samples.jsonl").write_bytes(b"".join([*lines, second]))
     assert tokenizer.decode(rows_of(run, 13).tokens_T) == "longer fab cd<|im_end|>"
-    assert tokenizer.decode(rows_of(run, 15).tokens_T) == "longer feab cd<|im_end|>old"
+    assert tokenizer.decode(rows_of(run, 15).tokens_T) == "longer feab cd<|im_end|>"
+    assert tokenizer.decode(rows_of(run, 16).tokens_T) == "longer feab cd<|im_end|>old"
 
 
 @torch.no_grad()

@@ -288,7 +288,7 @@ def test_threads_leave_the_limited_addresses_to_the_program(limits):
         with ThreadPoolExecutor(32) as pool:
             lengths = pool.map(work, range(32))
             held = bytearray(400 << 20)
-            try: bytearray(400 << 20)
+            try: bytearray(700 << 20)
             except MemoryError: print("MemoryError")
             print(sum(lengths))
     """

@@ -59,8 +59,9 @@ class GptqSettings:
     select_scales: SelectScales = least_squares
     damping: float = DAMPING
     float_share: float = 1.0
-    """Share of the float model's inputs in a linear's target: W ((1 - share) x + share z), where z is what x
-    was before the layers below were rounded. Experts have none."""
+    """Share of the unrounded model's inputs in a linear's target: W ((1 - share) x + share z), where z is
+    what x was before the layers below were rounded: of the float model, or of the run with its adapter apart.
+    Experts have none."""
 
 
 FLOAT = GptqSettings(damping=FLOAT_DAMPING, float_share=0.5)

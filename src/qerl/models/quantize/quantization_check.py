@@ -73,6 +73,7 @@ def check_quantization(
     if format == "bf16" or (layout is not None and is_exact(layout, format)):
         return None
     if layout is not None:
+        remedy = ""  # it takes float weights
         format = f"{format} of {kinds(layout)} in {layout.name}'s layout"
     note = read_note(checkpoint.path, decoder.architecture.vocab_size)
     probes = prompt_probes(prompts) if note is None else note.probes
