@@ -44,7 +44,8 @@ def test_what_holds_of_a_condition_is_named_with_its_value():
         ),
         (
             lambda: RunConfig(model=ModelConfig(calibrate="gptq"), ray=RayConfig(address="auto")),
-            "model.calibrate does not work with --ray: run `qerl quantize` first",
+            "model.calibrate does not work with --ray: run `qerl quantize` first, and set"
+            " model.calibrate none",
         ),
         (
             lambda: AdapterConfig(kind="full", init_from="runs/a"),
