@@ -1,5 +1,6 @@
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -203,3 +204,18 @@ def test_the_built_in_model_is_fetched_checked_and_cached(tmp_path, hub, monkeyp
     assert [f.name for f in (tmp_path / "cache").iterdir()] == [Path(first.path).name]
     assert locate(BUILT_IN) == first
     assert capsys.readouterr().err == ""
+
+
+def test_folders_that_vanish_while_a_download_is_looked_at_do_not_count(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "wheel").write_bytes(bytes(3_000_000))
+    scandir = os.scandir
+
+    def without_gone(path):
+        if os.fspath(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", without_gone)
+    assert source._largest_mb(tmp_path) == 3

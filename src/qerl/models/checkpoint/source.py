@@ -216,11 +216,13 @@ def _run_download(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 def _largest_mb(folder: Path) -> int:
-    """Return the size of the largest file below the folder; those that vanish meanwhile do not count."""
+    """Return the size of the largest file below the folder; files and folders that vanish meanwhile do not
+    count."""
     largest = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            largest = max(largest, file.stat().st_size if file.is_file() else 0)
+    for place, _, names in os.walk(folder):  # Path.rglob raises for a folder that has vanished
+        for name in names:
+            with contextlib.suppress(OSError):
+                largest = max(largest, os.stat(os.path.join(place, name)).st_size)
     return largest // 1_000_000
 
 
