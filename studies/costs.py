@@ -41,7 +41,7 @@ class Cost:
 def costs(study: Study, lines: Sequence[Line]) -> list[Cost]:
     """Return a row for each task and arm that was run; none if no run with the seconds of its steps had a
     GPU to itself."""
-    timed = [line for line in lines if any("step_s" in point for point in line["curve"])]
+    timed = _timed(lines)
     rows = [
         _cost(task.name, arm.name, of_arm)
         for task in study.tasks
@@ -49,6 +49,11 @@ def costs(study: Study, lines: Sequence[Line]) -> list[Cost]:
         if (of_arm := [line for line in timed if (line["task"], line["arm"]) == (task.name, arm.name)])
     ]
     return rows if any(row.num_runs for row in rows) else []
+
+
+def _timed(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines that have the seconds of their steps."""
+    return [line for line in lines if any("step_s" in point for point in line["curve"])]
 
 
 def _cost(task: str, arm: str, lines: Sequence[Line]) -> Cost:
@@ -96,7 +101,7 @@ def markdown(study: Study, lines: Sequence[Line]) -> list[str]:
     """Return the lines of the table with its notes; without rows what was left out, if runs had steps."""
     rows = costs(study, lines)
     if not rows:
-        return [left_out(lines), ""] if any("step_s" in p for line in lines for p in line["curve"]) else []
+        return [left_out(lines), ""] if _timed(lines) else []
     table = verdict.markdown(("task", "arm", *COLUMNS), [(row.task, row.arm, *cells(row)) for row in rows])
     notes = [note for text in (RULE, left_out(lines)) if text for note in (text, "")]
     return ["Seconds and memory:", "", *table, "", *notes]

@@ -12,7 +12,7 @@ from studies.picture import num_seeds, seconds_text
 from studies.results import Line
 from studies.statistics import Estimate, estimate
 from studies.study import Arm, Study
-from studies.verdict import MIN_SEEDS, by_verdict, ends_of, signed, title_of
+from studies.verdict import MIN_SEEDS, by_verdict, ends_of, markdown, signed, title_of
 
 
 def results(study: Study, lines: Sequence[Line]) -> str:
@@ -58,7 +58,7 @@ def curve_table(study: Study, lines: Sequence[Line]) -> str:
             points.append(dict(bands(of_arm, curve)))
     shared = sorted(set.intersection(*map(set, points))) if points else []
     rows = [[f"{x:.0f}", *(_mean_and_deviation(at[x]) for at in points)] for x in shared]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+    return "\n".join(markdown(heads, rows))
 
 
 def _mean_and_deviation(value: Estimate) -> str:

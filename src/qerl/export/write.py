@@ -163,10 +163,8 @@ def write_four_bit(
     tokenizer = load_tokenizer(config.model.path)
     max_tokens = max_tokens or calibration_tokens(decoder.architecture, device)
     rows = read_calibration(run / "samples.jsonl", tokenizer, max_tokens=max_tokens, device=device)
-    settings, notice = (
-        four_bit_settings(config.model.format, format),
-        partial(print, f"{format}:", file=sys.stderr),
-    )
+    settings = four_bit_settings(config.model.format, format)
+    notice = partial(print, f"{format}:", file=sys.stderr)
     try:
         requantize(decoder, rows, settings, notice=notice)
     except torch.OutOfMemoryError:
