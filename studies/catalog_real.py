@@ -20,7 +20,7 @@ from qerl.config import (
 )
 from qerl.config.recipes.paper import GSM8K_SMALL_TEMPLATE
 from studies.common import AQN, TRAINING_CURVES, TRAINING_METRICS, claim
-from studies.real_models import measure_before_training, train_and_test, train_test_and_merge
+from studies.real_models import measure_before_training, train_and_test
 from studies.study import Arm, Curve, Fields, Metric, Picture, Study, StudyTask, with_fields
 
 _SMALL, _LARGE = (f"Qwen/Qwen2.5-Coder-{size}-Instruct" for size in ("0.5B", "1.5B"))
@@ -61,7 +61,7 @@ _CALIBRATED_CLAIMS = tuple(
     )
 )
 _RIVALS = "other baselines"
-_RATES, _FULL_RATES = (2e-5, 5e-5, 1e-4), (1e-6, 3e-6, 1e-5)
+_FULL_RATES = 1e-6, 3e-6, 1e-5
 
 _METRICS = (
     Metric(key="greedy", title="Greedy accuracy", about="1,319 test problems, last number of the answer"),
@@ -119,8 +119,7 @@ _REMARKS = (
     "The checkpoints are GGUF files in Q4_K_M; their weights, decoded, are the BF16 models here.",
     "Seeds order the problems and set the adapter's initial values and the samples' random numbers; there is"
     " one model.",
-    "The rate of BF16, NVFP4 and full fine-tuning is chosen of three; the other arms take that of their base"
-    " without noise.",
+    f"All adapters have the rate {BASE.learn.learning_rate:g}; none was chosen.",
 )
 
 
@@ -174,9 +173,7 @@ def gsm8k() -> Study:
 
 
 def gsm8k_small() -> Study:
-    """One rate for all arms: gsm8k chooses them for each."""
     study = _study("gsm8k_small", "0.5B", _SMALL, (*_MAIN, _GPTQ), _CALIBRATED_CLAIMS)
-    rate = f"All arms have the rate {BASE.learn.learning_rate:g}; none was chosen."
     merged = (
         "Merged: as `qerl export --as nvfp4` rounded at commit 693825e3, on 8,192 tokens and towards the"
         " outputs of inputs that are rounded already."
@@ -184,10 +181,7 @@ def gsm8k_small() -> Study:
     strict = "Strict accuracies are 0: this model writes its number in \\boxed{}, never behind ####."
     return dataclasses.replace(
         study,
-        rates=(),
-        measure=train_test_and_merge,
-        metrics=(*_METRICS, *_MERGED),
-        remarks=(*_REMARKS[:2], rate, strict, merged),
+        remarks=(*_REMARKS, strict, merged),
         picture=_picture("0.5B", "bf16", "nvfp4", "nvfp4+aqn"),
     )
 
@@ -209,9 +203,8 @@ def _study(name: str, size: str, model: str, arms: tuple[Arm, ...], claims: tupl
         arms=arms,
         baseline="bf16",
         measure=train_and_test,
-        metrics=_METRICS,
+        metrics=(*_METRICS, *_MERGED),
         curves=_CURVES,
-        rates=_RATES,
         seeds=_SEEDS,
         choice_seeds=(1000,),
         choice_metric="greedy",

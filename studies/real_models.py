@@ -78,13 +78,9 @@ class HeldOut:
 
 
 def train_and_test(job: Job) -> dict[str, Any]:
-    """Run or resume the job, then answer the test problems with what it learned."""
-    line, config, adapter = _trained(job)
-    return {**line, "final": line["final"] | test_figures(config, adapter)}
+    """Run or resume the job, then answer the test problems with what it learned.
 
-
-def train_test_and_merge(job: Job) -> dict[str, Any]:
-    """Do the same, and of a calibrated run also with its adapter merged into 4 bits."""
+    A calibrated run's adapter is also merged into 4 bits."""
     line, config, adapter = _trained(job)
     figures = test_figures(config, adapter)
     if config.model.calibrate != "none":
@@ -98,7 +94,7 @@ def _merged_figures(job: Job, config: RunConfig) -> dict[str, float]:
     shutil.rmtree(out, ignore_errors=True)  # of a killed run
     export(config, ExportOptions(run=job.folder, out=out, form="nvfp4"))
     merged = with_fields(config, {"model.path": str(out), "model.format": "nvfp4", "model.calibrate": "none"})
-    figures = test_figures(merged, None)
+    figures = test_figures(merged, None, has_votes=False)
     shutil.rmtree(out)
     return {f"merged_{name}": figures[name] for name in ("greedy", "sampled")}
 
@@ -130,8 +126,11 @@ def measure_before_training(job: Job) -> dict[str, Any]:
     return {"final": test_figures(config, None) | {"calibrate_s": round(calibrate_s, 2)}, "curve": []}
 
 
-def test_figures(config: RunConfig, adapter: dict[str, Tensor] | None) -> dict[str, float]:
-    """Return the figures above, with an adapter by PEFT's names; None: of the model as it is."""
+def test_figures(
+    config: RunConfig, adapter: dict[str, Tensor] | None, *, has_votes: bool = True
+) -> dict[str, float]:
+    """Return the figures above, with an adapter by PEFT's names; None: of the model as it is. has_votes: also
+    pass@8 and maj@8."""
     config = for_tests(config)
     tokenizer, task = load_task(config)
     prompts, sampling = task.held_out(None), sampling_of(config)
@@ -148,8 +147,9 @@ def test_figures(config: RunConfig, adapter: dict[str, Tensor] | None) -> dict[s
             groups, rewards_P_G = sample_and_score(engine, pool.score, asked)
             figures |= _accuracies(name, groups, rewards_P_G)
             figures[f"tokens_{name}"] = fmean(n for group in groups for n in sampled_tokens(group))
-        asked = dataclasses.replace(request.with_prompts(prompts[:VOTED_PROBLEMS]), num_samples=VOTES)
-        figures |= _votes(*sample_and_score(engine, pool.score, asked), votes)
+        if has_votes:
+            asked = dataclasses.replace(request.with_prompts(prompts[:VOTED_PROBLEMS]), num_samples=VOTES)
+            figures |= _votes(*sample_and_score(engine, pool.score, asked), votes)
     figures["test_s"] = time.perf_counter() - loaded
     return {name: float(f"{value:.6g}") for name, value in figures.items()}
 

@@ -15,9 +15,9 @@ class PeerOptions:
     files: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
     """Folder with the model and gsm8k/."""
 
-    by: Literal["qerl", "trl", "trl-static", "trl-continuous"] = "qerl"
+    by: Literal["qerl", "trl", "trl-static", "trl-continuous", "trl-vllm"] = "qerl"
     """trl: TRL's GRPOTrainer, which samples by model.generate. trl-static: with a KV cache of fixed size.
-    trl-continuous: by transformers' continuous batching."""
+    trl-continuous: by transformers' continuous batching. trl-vllm: by vLLM in the same process."""
 
     model: str = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
     """The hub's name of the model."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.peers.options import PeerOptions
 from benchmarks.peers.qerl_peer import train_by_qerl
-from qerl.config import RunConfig
+from qerl.config import LearnConfig, RunConfig
 from qerl.models.device import resolve_device
 from qerl.tracking.provenance import environment
 from studies.catalog_real import BASE
@@ -77,6 +77,7 @@ def peer_config(options: PeerOptions, base: RunConfig, folder: Path) -> RunConfi
         "evaluate.every": None,
         "checkpoint.every": options.num_steps,
         "learn.warmup_ratio": 0.0,
+        "learn.max_tokens_per_microbatch": LearnConfig().max_tokens_per_microbatch,
     }
     config = with_local_files(with_fields(base, fields), options.files)
     return dataclasses.replace(config, model=resolve_device(config.model))

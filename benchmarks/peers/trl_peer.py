@@ -1,7 +1,8 @@
 """Train the job of peer.py by TRL's GRPOTrainer, with the settings that make it fast.
 
     all samples of a step are generated in one batch with a KV cache: one that grows (TRL's default), one of
-    fixed size, for which transformers compiles the decode step on a GPU, or by its continuous batching
+    fixed size, for which transformers compiles the decode step on a GPU, by its continuous batching,
+    or by vLLM, which gets the merged weights before each step; that is part of generate_s
     FlashAttention 2 if it is installed, else PyTorch's attention, with which continuous batching is slow
     no recomputation of activations (TRL's default is to recompute), as large a microbatch as is asked for,
     fused AdamW, no reference model, no pass over the samples for old log-probabilities, nothing saved
@@ -39,6 +40,11 @@ GENERATION: dict[str, dict[str, Any]] = {
     "trl": {},
     "trl-static": {"cache_implementation": "static"},
     "trl-continuous": {"use_transformers_continuous_batching": True},
+    "trl-vllm": {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_importance_sampling_correction": False,
+    },
 }
 """Fields of GRPOConfig by the name of the peer."""
 

@@ -94,6 +94,7 @@ def test_trl_gets_the_jobs_settings(files, base, tmp_path):
     assert args.steps_per_generation == 2 and args.num_iterations == 1  # one update a step
     assert (args.loss_type, args.epsilon, args.epsilon_high, args.beta) == ("dapo", 0.2, 0.28, 0.0)
     assert (args.temperature, args.top_p, args.top_k) == (1.0, 1.0, 0) and args.scale_rewards == "group"
+    assert TrlPeer(4, generation="trl-vllm").grpo_config(config, tmp_path).use_vllm
     with pytest.raises(UserError, match="microbatch must divide 8, got 3"):
         TrlPeer(3, generation="trl").grpo_config(config, tmp_path)
 

@@ -20,7 +20,6 @@ from studies.real_models import (
     _votes,
     measure_before_training,
     strict,
-    train_and_test,
     with_local_files,
 )
 from studies.run import best_rates, choice_jobs, final_jobs
@@ -96,7 +95,7 @@ def test_a_line_has_the_figures_before_and_after(files, tmp_path):
     study = REAL_STUDIES["gsm8k_small"]()
     study = dataclasses.replace(study, base=with_fields(study.base, TINY), files=files)
     job = study.job(study.tasks[0], study.arms[1], 0, 1e-3, tmp_path)
-    line = train_and_test(job)
+    line = study.measure(job)
     shown = {metric.key for metric in study.metrics}
     assert shown - {"merged_greedy", "merged_sampled", *DERIVED} <= set(line["final"])
     assert [point["step"] for point in line["curve"]] == [0]
@@ -131,7 +130,7 @@ def test_an_untrained_arm_is_calibrated_and_measured_so(files, tmp_path):
 
 
 def test_an_arm_takes_the_rate_that_another_chose(tmp_path):
-    study = REAL_STUDIES["gsm8k"]()
+    study = dataclasses.replace(REAL_STUDIES["gsm8k"](), rates=(2e-5, 5e-5, 1e-4))
     trials = choice_jobs(study, tmp_path)
     assert {job.arm for job in trials} == {"bf16", "nvfp4", "full"}
     chosen = {"bf16": 2e-5, "nvfp4": 1e-4, "full": 3e-6}
