@@ -34,6 +34,9 @@ class PeerOptions:
     seed: int = 0
     """Seed of the rows' order and of the samples."""
 
+    test: bool = True
+    """Answer all test problems afterwards."""
+
     out: Path | None = None
     """File to append the lines to."""
 

@@ -7,8 +7,9 @@ a step. TRL gets the weights that qerl reads, decoded to BF16. Lines of JSON, al
 
     of a step   step_s = generate_s + reward_s + learn_s, the rest of the step; tokens, that were sampled;
                 tokens_per_s = tokens / generate_s; reward; memory_gb, the peak so far
-    of the run  medians of the steps after the first, and accuracy on all test problems afterwards. qerl's
-                engine answers them with the adapter that was learned: one program measures all peers
+    of the run  medians of the steps after the first, and accuracy on all test problems afterwards, unless
+                --no-test. qerl's engine answers them with the adapter that was learned: one program
+                measures all peers
 
 What is set in TRL's favor: trl_peer.py.
 """
@@ -47,7 +48,7 @@ def run_peer(options: PeerOptions, base: RunConfig = BASE) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = peer_config(options, base, Path(folder))
         adapter = _trainer(options)(config, add)
-        figures = test_figures(config, adapter)
+        figures = test_figures(config, adapter) if options.test else {}
     kept = steps[1:] or steps
     medians = {name: statistics.median(step[name] for step in kept) for name in _MEDIANS}
     facts = environment(config.model.device)
@@ -58,7 +59,7 @@ def run_peer(options: PeerOptions, base: RunConfig = BASE) -> None:
             **{name: round(value, 4) for name, value in medians.items()},
             "train_s": round(sum(step["step_s"] for step in steps), 3),
             "memory_gb": max(step["memory_gb"] for step in steps),
-            **{name: figures[name] for name in _ACCURACIES},
+            **{name: figures[name] for name in _ACCURACIES if options.test},
             **{name: facts[name] for name in ("commit", "is_dirty", "device", "torch", "transformers")},
         },
     )
