@@ -5,8 +5,8 @@
 <!-- end -->
 
 Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), gpus, cards,
-conflicts and rounding (rounding_cost.py); gsm8k_small-headline, -verdicts and -curve, parts of
-studies/gsm8k_small, which `python -m studies pages` writes.
+conflicts, peers and vllm (peer_table.py) and rounding (rounding_cost.py); gsm8k_small-headline, -verdicts
+and -curve, parts of studies/gsm8k_small, which `python -m studies pages` writes.
 `tests/house/test_tables.py` holds the pages to the committed rows.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks import table
 from benchmarks.cards import card_tables
 from benchmarks.conflicts import conflict_table
+from benchmarks.peer_table import peer_table, read_peers, vllm_table
 from benchmarks.rounding_cost import cost_table, read_accuracies, read_arms
 from benchmarks.rows import Row, coverage, read_rows
 from benchmarks.summary import exact_table, speed_table
@@ -32,6 +33,8 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "gpus": coverage,
     "cards": card_tables,
     "conflicts": lambda rows: conflict_table(),
+    "peers": lambda rows: peer_table(read_peers()),
+    "vllm": lambda rows: vllm_table(read_peers(), rows),
     "rounding": lambda rows: cost_table(read_arms(), read_accuracies()),
     **{
         f"gsm8k_small-{part}": lambda rows, part=part: (

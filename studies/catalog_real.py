@@ -120,6 +120,7 @@ _REMARKS = (
     "Seeds order the problems and set the adapter's initial values and the samples' random numbers; there is"
     " one model.",
     f"All adapters have the rate {BASE.learn.learning_rate:g}; none was chosen.",
+    "Strict accuracies are 0: these models write their number in \\boxed{}, never behind ####.",
 )
 
 
@@ -174,16 +175,7 @@ def gsm8k() -> Study:
 
 def gsm8k_small() -> Study:
     study = _study("gsm8k_small", "0.5B", _SMALL, (*_MAIN, _GPTQ), _CALIBRATED_CLAIMS)
-    merged = (
-        "Merged: as `qerl export --as nvfp4` rounded at commit 693825e3, on 8,192 tokens and towards the"
-        " outputs of inputs that are rounded already."
-    )
-    strict = "Strict accuracies are 0: this model writes its number in \\boxed{}, never behind ####."
-    return dataclasses.replace(
-        study,
-        remarks=(*_REMARKS, strict, merged),
-        picture=_picture("0.5B", "bf16", "nvfp4", "nvfp4+aqn"),
-    )
+    return dataclasses.replace(study, picture=_picture("0.5B", "bf16", "nvfp4", "nvfp4+aqn"))
 
 
 def _picture(size: str, *arms: str) -> Picture:
