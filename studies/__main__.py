@@ -26,7 +26,8 @@ from studies.small_mixture import MixtureOptions, train_mixture
 from studies.study import select
 
 USAGE = f"""\
-usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--tasks T] [--files DIR] [--out DIR]
+usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--tasks T]
+                                  [--part I/N] [--files DIR] [--out DIR]
        python -m studies pages [NAME ...]
        python -m studies mixture [--num-steps N] [--seed N] [--out DIR]
        python -m studies select --files DIR [--num-train N] [--num-test N]
@@ -61,11 +62,24 @@ class RunOptions:
     tasks: tuple[str, ...] = ()
     """Run only these tasks. Default: all."""
 
+    part: str = "1/1"
+    """I/N: run the I-th of every N of these runs, from 1. N machines share a study so; the lines of their
+    results.jsonl belong into one file."""
+
     files: Path | None = None
     """Folder with copies of the model and the data set of a study of real models. Default: the hub."""
 
     def __post_init__(self):
         check_positive(self, "seeds", "workers")
+        parse_part(self.part)
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """parse_part("2/3") is (2, 3)."""
+    first, slash, last = text.partition("/")
+    if slash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last):
+        return int(first), int(last)
+    raise UserError(f"part: {text} must be I/N, such as 1/2, with I from 1 to N")
 
 
 def main(arguments: list[str]) -> None:
@@ -108,7 +122,12 @@ def _run(arguments: list[str]) -> None:
     name = _known(arguments[0])
     options = tyro.cli(RunOptions, args=arguments[1:], prog=f"python -m studies run {name}")
     study = select(
-        STUDIES[name](), seeds=options.seeds, arms=options.arms, tasks=options.tasks, files=options.files
+        STUDIES[name](),
+        seeds=options.seeds,
+        arms=options.arms,
+        tasks=options.tasks,
+        part=parse_part(options.part),
+        files=options.files,
     )
     print(run_study(study, options.out / name, workers=options.workers))
 

@@ -141,8 +141,7 @@ def execute(study: Study, jobs: list[Job], results: Results, outcomes: Outcomes)
     """Run the selected jobs that have no line yet, and write each line to disk as its job ends.
 
     All arms run a seed before any runs the next: a study cut short compares equal numbers of seeds."""
-    missing = [job for job in jobs if results.of(job) is None and study.is_run(job.task, job.arm)]
-    missing.sort(key=lambda job: job.seed)
+    missing = [job for job in study.runs_now(jobs) if results.of(job) is None]
     for count, (job, line) in enumerate(outcomes(missing), start=1):
         results.add(job, line, jobs)
         shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)

@@ -165,6 +165,8 @@ class Study:
     run_arms: tuple[str, ...] = ()
     """Arms to run now, empty for all. The page shows everything that has been run."""
     run_tasks: tuple[str, ...] = ()
+    part: tuple[int, int] = (1, 1)
+    """Run the i-th, (i + n)-th, ... of these runs, i from 1: (i, n)."""
     files: Path | None = None
     """Folder of local copies of the model and the data set; None: from the hub."""
 
@@ -193,8 +195,12 @@ class Study:
         weights = {arm.name: arm.weights for arm in self.arms}
         return bool({weights[claim.arm], weights[claim.against]} & DRAWN_BY_SEED)
 
-    def is_run(self, task: str, arm: str) -> bool:
-        return arm in (self.run_arms or [arm]) and task in (self.run_tasks or [task])
+    def runs_now(self, jobs: list[Job]) -> list[Job]:
+        """Return the jobs of the selected arms, tasks and part, those of a seed before any of the next."""
+        first, step = self.part
+        arms, tasks = self.run_arms, self.run_tasks
+        chosen = [job for job in jobs if (not arms or job.arm in arms) and (not tasks or job.task in tasks)]
+        return sorted(chosen, key=lambda job: job.seed)[first - 1 :: step]
 
     def rates_of(self, arm: Arm) -> tuple[float, ...]:
         return () if arm.rate_of else self.rates if arm.rates is None else arm.rates
@@ -223,10 +229,11 @@ def select(
     seeds: int | None,
     arms: tuple[str, ...],
     tasks: tuple[str, ...],
+    part: tuple[int, int] = (1, 1),
     files: Path | None = None,
 ) -> Study:
-    """Return the study restricted to these arms and tasks (empty: all) and to seeds 0 to `seeds` - 1; `files`
-    has the model and the data set."""
+    """Return the study restricted to these arms and tasks (empty: all), to seeds 0 to `seeds` - 1 and to a
+    part of these runs; `files` has the model and the data set."""
     known_tasks, known_arms = [task.name for task in study.tasks], [arm.name for arm in study.arms]
     for kind, known, names in (("task", known_tasks, tasks), ("arm", known_arms, arms)):
         for name in names:
@@ -237,6 +244,7 @@ def select(
         seeds=study.seeds if seeds is None else tuple(range(seeds)),
         run_arms=(study.baseline, *arms) if arms else (),
         run_tasks=tasks,
+        part=part,
         files=files,
     )
 

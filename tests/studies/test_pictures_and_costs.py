@@ -150,7 +150,7 @@ def test_the_table_of_the_curve_has_each_arms_means_and_deviations():
 
 def test_a_page_names_its_missing_runs_and_shows_picture_verdicts_and_costs(tmp_path):
     page = write_pages(STUDY, tmp_path, lines(8), []).read_text()
-    assert "Runs not made: bf16+aqn 8 of 8" in page
+    assert "Runs not made: nvfp4-gptq 8 of 8, bf16+aqn 8 of 8" in page
     assert page.index("Claims of QeRL:") < page.index('class="back"') < page.index("<h2>Verdicts</h2>")
     assert page.index("<h2>Seconds and memory</h2>") < page.index("<h2>Curves</h2>")
     assert (tmp_path / "headline.md").read_text().startswith("**Qwen2.5")

@@ -4,6 +4,8 @@ import pytest
 
 from qerl.errors import UserError
 from studies import __main__ as cli
+from studies.catalog import STUDIES
+from studies.study import select
 
 
 @pytest.mark.parametrize(
@@ -14,6 +16,8 @@ from studies import __main__ as cli
         (["run", "grwth"], "no study grwth; did you mean growth"),
         (["run", "growth", "--arms", "nvfp5"], "study growth has no arm nvfp5; there are bf16, nvfp4"),
         (["run", "growth", "--seeds", "0"], "seeds"),
+        (["run", "growth", "--part", "3/2"], "part: 3/2 must be I/N, such as 1/2"),
+        (["run", "growth", "--part", "2"], "part: 2 must be I/N"),
     ],
 )
 def test_a_mistake_is_named(arguments, part):
@@ -29,6 +33,17 @@ def test_a_part_of_a_study_runs_on_request(monkeypatch, capsys, tmp_path):
     ((study, folder), settings) = asked[0]
     assert (folder, settings) == (tmp_path / "growth", {"workers": 3})
     assert len(study.seeds) == 7 and len(study.arms) == 9
-    runs = [(t.name, a.name) for t in study.tasks for a in study.arms if study.is_run(t.name, a.name)]
-    assert runs == [("add", "bf16"), ("add", "nf4")]
+    jobs = [study.job(t, a, seed, 1e-3, tmp_path) for t in study.tasks for a in study.arms for seed in (1, 0)]
+    runs = [(job.task, job.arm, job.seed) for job in study.runs_now(jobs)]
+    assert runs == [("add", arm, seed) for seed in (0, 1) for arm in ("bf16", "nf4")]
     assert capsys.readouterr().out.endswith("index.html\n")
+
+
+def test_the_parts_of_a_study_are_all_of_its_runs_once(tmp_path):
+    study = STUDIES["gsm8k_small"]()
+    jobs = [study.job(study.tasks[0], a, seed, 1e-3, tmp_path) for a in study.arms for seed in study.seeds]
+    parts = [select(study, seeds=None, arms=(), tasks=(), part=(i, 3)).runs_now(jobs) for i in (1, 2, 3)]
+    assert sorted(map(len, parts)) == [13, 13, 14]
+    found = sorted((job.arm, job.seed) for part in parts for job in part)
+    assert found == sorted((job.arm, job.seed) for job in jobs)
+    assert all({job.seed for job in part} == set(study.seeds) for part in parts)
