@@ -77,6 +77,27 @@ def aged(file, seconds):
     os.utime(file, ns=(then, then))
 
 
+def test_decoding_waits_for_no_other_thread_and_leaves_their_number(tmp_path, monkeypatch):
+    _, file = open_tiny(tmp_path)
+    used, decode = [], gguf_file.decode_blocks
+    monkeypatch.setattr(
+        gguf_file, "decode_blocks", lambda *a: used.append(torch.get_num_threads()) or decode(*a)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for name in file.shapes:
+            file.read(name)
+        assert used and set(used) == {1} and torch.get_num_threads() == 2
+        os.truncate(file.path, os.path.getsize(file.path) - 64)
+        with pytest.raises(UserError, match="truncated"):
+            for name in file.shapes:
+                file.read(name)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_file_is_parsed_once_until_it_changes(tmp_path):
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny(), vocabulary={"tokens": byte_tokens()})
