@@ -100,6 +100,15 @@ def test_it_prefers_what_was_chosen_and_says_so(unbroken):
     assert result["eval_rewards/accuracies_after"] == after["rewards/accuracies"]
 
 
+def test_pairs_are_evaluated_once_after_the_last_step(files, tmp_path, monkeypatch):
+    """Before training and after 2 and 4 steps."""
+    read, held_out = [], PreferenceTuning.held_out
+    monkeypatch.setattr(PreferenceTuning, "held_out", lambda self: read.append(held_out(self)) or read[-1])
+    command(["dpo", *options(files, tmp_path)])
+    assert len(read) == 3
+    assert json.loads((tmp_path / "evaluations.json").read_text()) == {"before": read[0], "after": read[-1]}
+
+
 def test_a_stopped_run_ends_as_if_it_had_not_been(files, unbroken, tmp_path):
     code, _ = stop_and_go_on("dpo", options(files, tmp_path), tmp_path)
     assert code in (130, 0)

@@ -78,6 +78,16 @@ def test_the_price_is_logged_with_the_first_step_and_shown(both):
     assert sum("of the float weights" in text and "nvfp4 costs" in text for text in texts) == 1
 
 
+def test_figures_after_a_single_step_are_those_of_the_quantized_model(files, tmp_path):
+    """Its line has the float model's too."""
+    given = "--num-steps", "1", "--evaluate.every", "1", "--noise.schedule", "none"
+    finish(files, tmp_path, "--evaluate.float", *given)
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    after = evaluations(tmp_path)["after"]
+    assert after.keys() == evaluations(tmp_path)["before"].keys()
+    assert after["reward"] == line["eval_reward"] and "eval_float_reward" in line
+
+
 def test_the_float_model_is_freed_before_the_quantized_one_is_loaded(files, tmp_path, monkeypatch):
     loaded, load = [], float_evaluation.load_sampler
 

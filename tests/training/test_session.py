@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_run
+from qerl.cli.main import command
 from qerl.cli.result import rounded
 from qerl.errors import quantity
-from qerl.tracking import is_timing
+from qerl.tracking import Journal, is_timing
 from qerl.tracking.json_lines import read_lines
+from qerl.training.rollouts import evaluation
 
 FAILS = """def fails(prompts, completions, completion_ids, **columns):
     return [1 / (ids[0] % 3) for ids in completion_ids]
@@ -412,6 +414,99 @@ def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     assert steps[-1]["eval_reward_error"] == figures["after"]["reward_error"]
     assert not [key for step in steps for key in step if "accuracy" in key or key.startswith("pass_at")]
     assert "Held-out reward" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The temperatures of the evaluations that the sampler is asked for."""
+    temperatures, sample = [], evaluation.sample
+
+    def counted(engine, request, report):
+        temperatures.append(request.sampling.temperature)
+        return sample(engine, request, report)
+
+    monkeypatch.setattr(evaluation, "sample", counted)
+    return temperatures
+
+
+def test_the_last_steps_evaluation_is_that_after_training(files, unbroken, tmp_path, asked, monkeypatch):
+    """Before training and after 3 and 6 steps, sampled and greedy; the figures are those of a run that
+    evaluates once its steps are done."""
+    expected, out = [], tmp_path / "run"
+    monkeypatch.setattr(Journal, "expect", lambda journal, *, end_s: expected.append(end_s))
+    command(["train", "demo_long", *tiny_run.options(files, out), "--evaluate.every", "3"])
+    assert asked == [1.0, 0.0] * 3 and not expected
+    for name in ("evaluations.json", "samples.jsonl"):
+        assert (out / name).read_text() == (unbroken[0] / name).read_text()
+    steps = [line["step"] for line in read_lines(out / "held_out.jsonl")]
+    assert {step: steps.count(step) for step in steps} == {0: 8, 3: 8, 6: 8}
+    ours, theirs = (json.loads((each / "result.json").read_text()) for each in (out, unbroken[0]))
+    assert {k: v for k, v in ours.items() if "_before" in k or "_after" in k}.items() <= theirs.items()
+    told = [json.loads(each)["text"] for each in (out / "events.jsonl").read_text().splitlines()]
+    (line,) = (text for text in told if text.startswith("held-out accuracy after training: "))
+    assert line in unbroken[1].splitlines()
+    assert "Held-out accuracy" in (out / "report.html").read_text()
+
+
+def test_an_evaluation_that_ends_a_run_is_timed_where_it_is_one(files, tmp_path, asked, monkeypatch):
+    expected = []
+    monkeypatch.setattr(Journal, "expect", lambda journal, *, end_s: expected.append(end_s))
+    given = "--num-steps", "3", "--evaluate.every", "2"
+    command(["train", "demo_long", *tiny_run.options(files, tmp_path / "run"), *given])
+    assert asked == [1.0, 0.0] * 3 and len(expected) == 1 and expected[0] > 0
+
+
+def lose_the_end(out):
+    """Leave of a complete run what a kill between its last step and its end would. Return its figures."""
+    for name in ("result.json", "report.html"):
+        (out / name).unlink()
+    figures = json.loads((out / "evaluations.json").read_text())
+    (out / "evaluations.json").write_text(json.dumps({"before": figures["before"]}))
+    return figures
+
+
+@pytest.fixture(scope="module")
+def evaluated(files, tmp_path_factory):
+    """The folder of a run with an evaluation after its last step, and its options."""
+    out = tmp_path_factory.mktemp("evaluated") / "run"
+    finish(files, out, "--evaluate.every", "3")
+    return out, ["train", "demo_long", *tiny_run.options(files, out), "--evaluate.every", "3"]
+
+
+def test_a_run_killed_after_its_last_step_has_the_figures_of_that_step(evaluated, tmp_path, asked):
+    out, options = evaluated
+    shutil.copytree(out, tmp_path / "whole")
+    lose_the_end(out)
+    command(options)
+    assert not asked and (out / "result.json").exists() and (out / "report.html").exists()
+    assert_same_run(out, tmp_path / "whole")
+
+
+def test_figures_whose_line_is_lost_are_measured_again(evaluated, asked):
+    """The last line that is left has figures too, after 3 steps."""
+    out, options = evaluated
+    figures, lines = lose_the_end(out), (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:3]))
+    command(options)
+    assert asked == [1.0, 0.0] and json.loads((out / "evaluations.json").read_text()) == figures
+
+
+def test_figures_of_former_rewards_are_not_those_after_training(files, tmp_path, asked):
+    out = tmp_path / "run"
+    (tmp_path / "even.py").write_text((files / "even.py").read_text())
+    options = ["train", "demo_long", *tiny_run.options(files, out), "--num-steps", "2"]
+    options += ["--evaluate.every", "2", "--noise.num-stages", "2"]
+    options += ["--task.rewards", f"{tmp_path / 'even.py'}:even"]
+    command(options)
+    former = json.loads((out / "evaluations.json").read_text())["after"]
+    (tmp_path / "even.py").write_text((files / "even.py").read_text().replace("% 2 == 0", "% 2 == 1"))
+    asked.clear()
+    for more in ("--accept-changes",), ():  # the second time its rewards are those of the run
+        lose_the_end(out)
+        command([*options, *more])
+    assert asked == [1.0, 0.0] * 2
+    after = json.loads((out / "evaluations.json").read_text())["after"]
+    assert after["accuracy"] == pytest.approx(1 - former["accuracy"])
 
 
 def test_what_is_skipped_is_said_once_at_the_start_and_strict_makes_it_an_error(files, tmp_path):

@@ -13,6 +13,7 @@ import tiny_run
 from qerl.cli.main import command
 from qerl.errors import UserError
 from qerl.kernels.runtime.compile_tally import CompileTally
+from qerl.training.sft import FineTuning
 from training.stored_rows import (
     adapter_after,
     assert_same_run,
@@ -118,6 +119,18 @@ def test_it_learns_what_it_is_shown(unbroken):
     assert {each["step"] for each in shown} == {2, 5} and {each["answer"] for each in shown} == {"yes"}
     report = (unbroken / "report.html").read_text()
     assert "supervised fine-tuning" in report and "Held-out loss" in report and "nats per token" in report
+
+
+def test_rows_are_evaluated_once_after_the_last_step(files, unbroken, tmp_path, monkeypatch):
+    """Before training and after 3 and 6 steps."""
+    read, held_out = [], FineTuning.held_out
+    monkeypatch.setattr(FineTuning, "held_out", lambda self: read.append(held_out(self)) or read[-1])
+    command(["sft", *options(files, tmp_path)])
+    assert len(read) == 3
+    assert (tmp_path / "evaluations.json").read_text() == (unbroken / "evaluations.json").read_text()
+    after = json.loads((tmp_path / "evaluations.json").read_text())["after"]
+    assert after == read[-1] | {"perplexity": math.exp(read[-1]["nll"])}
+    assert json.loads((tmp_path / "result.json").read_text())["eval_nll_after"] == read[-1]["nll"]
 
 
 def test_the_split_into_micro_batches_changes_nothing_but_rounding(files, unbroken, tmp_path):

@@ -255,11 +255,13 @@ def test_callbacks_are_called_as_by_a_trainer_and_the_state_keeps_the_logs(model
 
 def test_a_callback_stops_the_run_which_is_saved_and_complete(model, tmp_path):
     recorder = Recorder(stop_at=2)
+    args = arguments(tmp_path, max_steps=5, eval_strategy="steps", eval_steps=5)
     trainer = GRPOTrainer(
-        model, reward_len, arguments(tmp_path, max_steps=5), PLAIN, callbacks=[recorder, Recorder]
+        model, reward_len, args, PLAIN, eval_dataset=PLAIN[:3], callbacks=[recorder, Recorder]
     )
     output = trainer.train()
     assert output.global_step == 2 and len(lines(tmp_path, "metrics")) == 2
+    assert {line["step"] for line in lines(tmp_path, "held_out")} == {0, 2}
     assert recorder.events[-4:] == [("step_end", 2), ("epoch_end", 2), ("save", 2), ("train_end", 2)]
     trainer.save_model()
     assert load_file(tmp_path / "adapter_model.safetensors")

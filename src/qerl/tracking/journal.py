@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -237,6 +238,14 @@ class Journal:
         """Yield the lines of metrics.jsonl."""
         return (record for record in self._metrics.read() if "step" in record)
 
+    @property
+    def last_line(self) -> dict[str, Any]:
+        """The last step's line of metrics.jsonl; {} without it, or if what the run goes on with has changed
+        since, such as its rows."""
+        line = max(self.steps(), key=itemgetter("step"), default={"step": None})
+        has_changed = any(change["step"] >= self._next_step for change in self._facts.get("history", ()))
+        return {} if has_changed or line["step"] != self._next_step - 1 else line
+
     def notice(self, text: str) -> None:
         """Show a message and append it to events.jsonl."""
         text = redact(text)
@@ -387,6 +396,7 @@ class NullJournal:
     """The journal of every rank but the first: it records nothing and prints nothing."""
 
     result: dict[str, Any] | None = None
+    last_line: Mapping[str, Any] = MappingProxyType({})
     last_saved, is_same_run = 0, False
 
     def __init__(self):

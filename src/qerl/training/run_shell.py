@@ -11,7 +11,7 @@ The run's folder:
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,8 +61,17 @@ class Training(Protocol):
         """Run the steps from this one on, up to the last one or until end_step is True."""
         ...
 
-    def evaluate(self, moment: str) -> tuple[dict[str, float], str]:
-        """Return the held-out figures and the console's line. moment: of evaluations_before, or "after"."""
+    def evaluate(self, moment: str) -> dict[str, float]:
+        """Return the held-out figures. moment: of evaluations_before, or "after"."""
+        ...
+
+    def recorded_figures(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """Return the figures of `evaluate` that a step's line in metrics.jsonl has; {} without an
+        evaluation."""
+        return {name.removeprefix("eval_"): value for name, value in line.items() if name.startswith("eval_")}
+
+    def evaluation_text(self, moment: str, figures: dict[str, float]) -> str:
+        """Return the console's line of what `evaluate` has returned."""
         ...
 
     def result(self, evaluations: dict[str, Any]) -> dict[str, float]:
@@ -206,22 +215,32 @@ class Session:
             write_atomic(self._path, encode(self._evaluations, indent=2))
 
     def _expect_end(self) -> None:
-        """Tell the journal how long the evaluation after the last step takes: as long as that before it all.
-        The first step's line has its time if an earlier process made it."""
-        recorded = next(self._run.journal.steps(), {}).get("evaluate_s", 0.0)
-        if self._training.evaluations_before:
+        """Tell the journal how long the evaluation after the last step takes: as long as that before it all,
+        or no time if it is a part of that step. The first step's line has its time if an earlier process made
+        it."""
+        recorded, config = next(self._run.journal.steps(), {}).get("evaluate_s", 0.0), self._training.config
+        if self._training.evaluations_before and not evaluates_after(config.evaluate, config.num_steps - 1):
             self._run.journal.expect(end_s=self._before_s or recorded)
 
     def evaluate(self, moment: str) -> None:
-        """Measure the held-out figures, once even if the run is resumed."""
+        """Measure the held-out figures, once even if the run is resumed; those after training unless the last
+        step has them."""
         if moment in self._evaluations:
             return
-        begin = time.perf_counter()
-        self._evaluations[moment], text = self._training.evaluate(moment)
+        begin, training = time.perf_counter(), self._training
+        figures = self._last_figures() if moment == "after" else {}
+        figures = self._evaluations[moment] = figures or training.evaluate(moment)
         if moment == "before":
             self._before_s = time.perf_counter() - begin
         self._write_evaluations()
-        self._run.journal.notice(text)
+        self._run.journal.notice(training.evaluation_text(moment, figures))
+
+    def _last_figures(self) -> dict[str, float]:
+        """Return the held-out figures after the last step's update; {} if they were not measured, or are not
+        finite."""
+        line = self._run.ranks.from_first(lambda: self._run.journal.last_line)
+        figures = self._training.recorded_figures(line)
+        return {} if None in figures.values() else figures
 
     def end_step(self, step: int, metrics: dict[str, float]) -> bool:
         """Save if due; return True if the run is to stop here. A signal to any rank stops all of them, after

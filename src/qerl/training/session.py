@@ -9,7 +9,7 @@ The loop over them is in loop.py; the folder, checkpoints and signals are in run
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -181,7 +181,7 @@ class ReinforcementLearning(Training):
         evaluates_teacher = self._teacher is not None and pool.environment is None
         moments = ("before", *(FLOAT,) * config.evaluate.float, *("teacher",) * evaluates_teacher)
         self.evaluations_before = moments if self._held_out_P else ()
-        self._first_step, self._metrics = 0, dict[str, float]()
+        self._first_step, self._num_done, self._metrics = 0, 0, dict[str, float]()
         self._episodes, self._failed_episodes, self._example = 0, 0, ""
         self._equal_rewards = EqualRewards(config)
         self.engine.expect(longest)
@@ -283,7 +283,7 @@ class ReinforcementLearning(Training):
         self._rollouts.load(state["rollouts"])
 
     def run_steps(self, first_step: int, end_step: EndStep) -> None:
-        self._first_step = first_step
+        self._first_step = self._num_done = first_step
         parts = Parts(
             rollouts=self._rollouts,
             engine=self.sampler,
@@ -306,6 +306,7 @@ class ReinforcementLearning(Training):
 
     def after_update(self, step: int, log: StepLog) -> None:
         """Log traffic and engine metrics, report failed rewards, evaluate where it is due."""
+        self._num_done = step + 1
         log.add(**self._ranks.take_traffic(), **self.sampler.take_metrics(), **self._rewards.take_means())
         self._report_failures()
         if (text := self._equal_rewards.notice(log.metrics)) is not None:
@@ -314,14 +315,18 @@ class ReinforcementLearning(Training):
             self._journal.notice(str(report))
         if self._held_out_P and evaluates_after(self.config.evaluate, step):
             with log.span("evaluate"):
-                scores = self._measure(self.sampler, num_steps=step + 1)
+                scores = self._measure(self.sampler, num_steps=self._num_done)
                 figures = evaluation.held_out_figures(scores, self.config.evaluate.success_threshold)
             log.add(**{f"eval_{name}": value for name, value in figures.items()})
         if step == 0 and self._float is not None:
             log.add(**{f"eval_float_{name}": value for name, value in self._float.figures.items()})
         self._metrics = dict(log.metrics)
 
-    def evaluate(self, moment: str) -> tuple[dict[str, float], str]:
+    def recorded_figures(self, line: Mapping[str, Any]) -> dict[str, float]:
+        figures = super().recorded_figures(line)
+        return {name: value for name, value in figures.items() if not name.startswith(f"{FLOAT}_")}
+
+    def evaluate(self, moment: str) -> dict[str, float]:
         """Return held-out reward and accuracy before or after training, or those of the teacher or the float
         model."""
         prompts_P = self._held_out_P
@@ -332,19 +337,17 @@ class ReinforcementLearning(Training):
             if moment == "teacher":
                 assert self._teacher is not None  # evaluations_before
                 engine = _over_ranks(stack.enter_context(self._teacher.engine()), self._ranks)
-                subject = "of the teacher"
             else:
-                engine, subject = self.sampler, f"{moment} training"
-                self._journal.notice(f"answering held-out problems {subject}: {len(prompts_P)}")
-            num_steps = {"before": 0, "after": self.config.num_steps}.get(moment)
+                engine = self.sampler
+                self._journal.notice(f"answering held-out problems {moment} training: {len(prompts_P)}")
+            num_steps = {"before": 0, "after": self._num_done}.get(moment)
             with self._journal.span("evaluate"):
                 scores = self._measure(engine, num_steps=num_steps)
         if moment == "before" and self._float is not None:
             self._float.quantized = scores
-        figures = evaluation.held_out_figures(scores, self.config.evaluate.success_threshold)
-        return figures, self._text(figures, subject)
+        return evaluation.held_out_figures(scores, self.config.evaluate.success_threshold)
 
-    def _evaluate_float(self, evaluated: FloatEvaluation) -> tuple[dict[str, float], str]:
+    def _evaluate_float(self, evaluated: FloatEvaluation) -> dict[str, float]:
         """Score what the float model has sampled, and return its figures beside those of the quantized model
         on the same problems."""
         assert evaluated.samples is not None  # the figures are not stored
@@ -357,12 +360,17 @@ class ReinforcementLearning(Training):
             exact, evaluated.quantized, threshold
         )
         evaluated.figures = figures
-        cost = price_text(figures, self.config.model.format)
-        return figures, f"{self._text(figures, 'of the float weights')}; {cost}"
+        return figures
 
-    def _text(self, figures: dict[str, float], subject: str) -> str:
-        temperature, num_prompts = self.config.sample.temperature, int(figures["num_prompts"])
-        return evaluation.held_out_text(figures, subject, temperature=temperature, num_prompts=num_prompts)
+    def evaluation_text(self, moment: str, figures: dict[str, float]) -> str:
+        subjects = {"teacher": "of the teacher", FLOAT: "of the float weights"}
+        text = evaluation.held_out_text(
+            figures,
+            subjects.get(moment, f"{moment} training"),
+            temperature=self.config.sample.temperature,
+            num_prompts=int(figures["num_prompts"]),
+        )
+        return f"{text}; {price_text(figures, self.config.model.format)}" if moment == FLOAT else text
 
     def _measure(self, engine: RolloutEngine, *, num_steps: int | None = None) -> list[evaluation.Scores]:
         """Return the held-out samples without noise, scored: with the config's sampling, and greedy. Record

@@ -12,7 +12,7 @@ run's folder are those of reinforcement learning; `qerl train --init-adapter` st
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic
@@ -230,11 +230,14 @@ class StoredTraining(Training, Generic[Item]):
         """Return the figures as the console shows them, the loss first."""
         raise NotImplementedError
 
-    def evaluate(self, moment: str) -> tuple[dict[str, float], str]:
+    def evaluate(self, moment: str) -> dict[str, float]:
         rows = quantity(len(self._rows.evaluated), "row")
         with self._journal.span("evaluate"), self._journal.work(f"evaluating {rows}"):
-            figures = self.held_out()
-        return figures, f"evaluation loss {moment} training: {self.described(figures)} ({rows})"
+            return self.held_out()
+
+    def evaluation_text(self, moment: str, figures: dict[str, float]) -> str:
+        rows = quantity(len(self._rows.evaluated), "row")
+        return f"evaluation loss {moment} training: {self.described(figures)} ({rows})"
 
     def result(self, evaluations: dict[str, Any]) -> dict[str, float]:
         return {
@@ -268,6 +271,13 @@ class FineTuning(StoredTraining[Demonstration]):
     def described(self, figures: dict[str, float]) -> str:
         return f"{figures['nll']:.4f} nats per token"
 
-    def evaluate(self, moment: str) -> tuple[dict[str, float], str]:
-        figures, text = super().evaluate(moment)
-        return figures | {"perplexity": math.exp(min(figures["nll"], 700.0))}, text
+    def evaluate(self, moment: str) -> dict[str, float]:
+        return _with_perplexity(super().evaluate(moment))
+
+    def recorded_figures(self, line: Mapping[str, Any]) -> dict[str, float]:
+        return _with_perplexity(super().recorded_figures(line))
+
+
+def _with_perplexity(figures: dict[str, float]) -> dict[str, float]:
+    nll = figures.get("nll")
+    return figures if nll is None else figures | {"perplexity": math.exp(min(nll, 700.0))}
