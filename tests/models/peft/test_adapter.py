@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from models.tiny import logits_of, tiny
+from qerl.algo.seeds import mix
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.formats import NVFP4
@@ -68,6 +69,14 @@ def test_a_is_uniform_within_pefts_bound_and_b_is_zero():
         bound = 1 / math.sqrt(t.shape[1])
         assert 0.95 * bound < t.max() <= bound and -bound <= t.min() < -0.95 * bound
         assert t.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+
+
+def test_a_is_uniform_below_the_root_of_its_width():
+    """To the bit what torch computes."""
+    for index, (_, linear) in enumerate(_adapted(seed=3).linears()):
+        a_RK, bound = linear.lora_A, 1 / math.sqrt(linear.in_width)
+        drawn = torch.rand(a_RK.shape, generator=torch.Generator().manual_seed(mix(3, index)))
+        assert torch.equal(a_RK, drawn.mul(2 * bound).sub(bound)) and a_RK.min() < 0 < a_RK.max()
 
 
 def test_a_depends_on_the_seed_and_the_linear_alone():

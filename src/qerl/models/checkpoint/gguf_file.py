@@ -9,14 +9,12 @@ file's bytes go there (ggml_blocks.py). The metadata are parsed here, because th
     maps the whole file, whose pages then count as the process's memory.
 """
 
-import contextlib
 import dataclasses
 import functools
 import io
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +29,7 @@ from qerl.errors import UserError, naming
 from qerl.models.checkpoint.ggml_blocks import decode_blocks
 from qerl.models.checkpoint.gguf_families import FAMILIES, ROPE_TENSORS, GgufKeys, hf_config
 from qerl.models.checkpoint.gguf_tensors import places
+from qerl.models.checkpoint.one_thread import one_thread
 from qerl.models.checkpoint.safetensors_file import CPU
 
 _CPU_CHUNK_BYTES, _GPU_CHUNK_BYTES = 1 << 18, 1 << 23
@@ -95,27 +94,13 @@ class GgufFile:
         try:
             with open_regular(self.path) as file:
                 file.seek(entry.begin + first * (entry.num_bytes // num_rows))
-                with _one_thread():
+                with one_thread():
                     _decode_rows(file, entry, weight)
         except (OSError, ValueError, NotImplementedError) as error:
             raise UserError(f"{self.path}: {ggml_name} cannot be read: {error}") from error
         if is_vector:
             return weight[0] if rows is None else weight[0, rows].clone()
         return weight.view(-1, *entry.shape[1:])
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch's operations on the CPU in the caller's thread.
-
-    Each operation on a chunk waits for the last of its threads. While others use the cores, the linears of a
-    0.5B took two threads 4 to 19 s and one 0.65 s; on idle cores both take 0.4 to 0.5 s."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _decode_rows(file: BinaryIO, entry: _GgufEntry, out: Tensor) -> None:

@@ -19,6 +19,7 @@ from qerl.algo.seeds import mix
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.formats import BF16, FP8Flow, PackedWeight
+from qerl.models.checkpoint.one_thread import one_thread
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.layer_spec import adapter_targets
 from qerl.models.linear import QuantLinear
@@ -58,9 +59,9 @@ def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
             linear.learn_weight()
         else:
             a_RK = _new_a((rank, linear.in_width), mix(seed, index))
-            b_NR = torch.zeros(linear.out_width, rank)
+            b_NR = torch.zeros(linear.out_width, rank, device=decoder.device)
             scaling = config.scaling(rank, alpha)
-            linear.add_adapter(a_RK.to(decoder.device), b_NR.to(decoder.device), scaling)
+            linear.add_adapter(a_RK.to(decoder.device), b_NR, scaling)
     if config.experts != "none":
         _add_expert_adapters(decoder, config, seed)
     if config.trains_whole:
@@ -152,14 +153,15 @@ def _add_expert_adapters(decoder: PolicyModel, config: AdapterConfig, seed: int)
         num, rank = experts.spec.num_experts, config.expert_rank
         num_a, num_b = (1 if config.experts == shared else num for shared in ("shared_a", "shared_b"))
         a_ERK = _new_a((num_a, rank, experts.spec.in_width), mix(seed, _EXPERTS, index))
-        b_ENR = torch.zeros(num_b, experts.spec.out_width, rank)
-        experts.add_adapter(a_ERK.to(decoder.device), b_ENR.to(decoder.device), config.scaling(rank))
+        b_ENR = torch.zeros(num_b, experts.spec.out_width, rank, device=decoder.device)
+        experts.add_adapter(a_ERK.to(decoder.device), b_ENR, config.scaling(rank))
 
 
 def _new_a(shape: tuple[int, ...], seed: int) -> Tensor:
     """Return A, uniform in +-1 / sqrt(K)."""
     bound = 1 / math.sqrt(shape[-1])
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul_(2 * bound).sub_(bound)
+    with one_thread():
+        return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul_(2 * bound).sub_(bound)
 
 
 def publish(decoder: PolicyModel) -> None:

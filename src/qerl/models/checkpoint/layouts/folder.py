@@ -17,6 +17,7 @@ from qerl.errors import UserError, naming
 from qerl.formats import PackedWeight
 from qerl.models.checkpoint.layouts.layout import Layout, LayoutError, StoredWeight, TensorFolder
 from qerl.models.checkpoint.layouts.rows import cut_rows
+from qerl.models.checkpoint.one_thread import one_thread
 
 
 class QuantizedFolder:
@@ -62,7 +63,8 @@ class QuantizedFolder:
         stored = self.layout.weights.get(module)
         if stored is None or stored.format is None:
             return None
-        weight = self._read(module, keep=rows is not None)
+        with one_thread():  # the codes are only checked
+            weight = self._read(module, keep=rows is not None)
         assert not isinstance(weight, Tensor) and weight.shape == stored.shape
         return weight if rows is None else cut_rows(weight, rows)
 

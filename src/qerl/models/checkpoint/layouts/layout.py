@@ -118,7 +118,7 @@ def _is_finite(scales: Tensor) -> bool:
     if scales.itemsize > 1:
         return bool(torch.stack(torch.aminmax(scales)).isfinite().all())
     assert scales.dtype in (torch.float8_e4m3fn, torch.float8_e5m2), scales.dtype
-    # The bits without the sign grow with the magnitude. E4M3 [8960, 96] on a CPU: 0.03 ms, in float32 6.8 ms.
+    # The bits without the sign grow with the magnitude. E4M3 [8960, 96]: 0.03 ms, in float32 6.8 ms.
     largest = torch.tensor(torch.finfo(scales.dtype).max).to(scales.dtype).view(torch.uint8)
     return bool((scales.view(torch.uint8) & 0x7F).max() <= largest)
 
