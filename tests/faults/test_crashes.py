@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from faults import crashes, runs
+from faults.recorded_disk import Names, Sync
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,19 @@ def test_after_a_power_cut_at_any_write_a_run_goes_on_from_what_it_had_saved(rec
                 if what := crashes.wrong(recording, out, declared):
                     found.append(f"{name}: {what}")
     assert num_tried >= 1000 and not found, (len(found), found[:5])
+
+
+def test_the_lock_is_on_the_disk_before_any_other_file_of_a_run(recordings):
+    """Without it, what a power cut leaves of the others looks like a stranger's files."""
+    for recording in recordings:
+        made = {
+            name: i for i, op in enumerate(recording.operations) if isinstance(op, Names) for name in op.nodes
+        }
+        (folder,) = {
+            op.folder for op in recording.operations if isinstance(op, Names) and ".lock" in op.nodes
+        }
+        between = recording.operations[made[".lock"] : min(made["metrics.jsonl"], made["events.jsonl"])]
+        assert Sync(folder) in between
 
 
 def test_a_run_that_goes_on_after_a_power_cut_is_the_uninterrupted_one(files, recordings, tmp_path):

@@ -80,20 +80,13 @@ class Journal:
     """
 
     def __init__(self, folder: Path, *, num_steps: int, console: Console | None = None):
-        # A run that was removed while it ran has checkpoints alone.
-        is_run = any((folder / name).exists() for name in ("run.json", ".lock"))
-        is_run |= any((folder / "checkpoints").glob("step-*"))
-        run_files = [
-            name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()
-        ]
-        lacks = f"has {' and '.join(run_files)}, which a run would write, but no run.json"
-        require(is_run or not run_files, f"{folder}: {lacks}; choose another folder with --out")
-        self._owns_files = not run_files
+        self._owns_files = _has_no_files(folder)
         try:
             self._made = make_folder(folder)
             self._lock = Lock(folder)
             with ExitStack() as unless_opened:
                 unless_opened.callback(self._lock.close)  # os.register_at_fork refers to its file
+                sync_path(folder)  # until run.json is there, the lock tells the next files from a stranger's
                 self._metrics = JsonLines(folder / "metrics.jsonl")
                 self._events = JsonLines(folder / "events.jsonl")
                 self._samples = SampleFiles(folder)
@@ -420,6 +413,17 @@ class NullJournal:
 
     def __enter__(self) -> Self:
         return self
+
+
+def _has_no_files(folder: Path) -> bool:
+    """Return True if no file in it has the name of a run's; raise UserError if it has some and is no run."""
+    # A run that was removed while it ran has checkpoints alone.
+    is_run = any((folder / name).exists() for name in ("run.json", ".lock"))
+    is_run |= any((folder / "checkpoints").glob("step-*"))
+    found = [name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()]
+    lacks = f"has {' and '.join(found)}, which a run would write, but no run.json"
+    require(is_run or not found, f"{folder}: {lacks}; choose another folder with --out")
+    return not found
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
