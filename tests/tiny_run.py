@@ -302,6 +302,21 @@ def started(
     return Deferred(work) if is_deferred else Forked(work)
 
 
+def signals_itself(
+    number: int, num_steps: int, *arguments: str, environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[str] | Forked":
+    """Start `qerl` with these arguments; it sends itself the signal in its step after this many."""
+    script = Path(__file__).with_name("signals_itself.py")
+    return started(str(script), str(int(number)), str(num_steps), *arguments, environment=environment)
+
+
+def kill_in_step(num_steps: int, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    """Run `qerl` with these arguments until it kills itself in its step after this many."""
+    process = signals_itself(signal.SIGKILL, num_steps, *arguments, environment=environment)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, stderr
+
+
 def child_variables() -> dict[str, str]:
     """Return the variables with which a process finds this checkout's package and uses one thread."""
     paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import signal
-import time
 
 import pytest
 
@@ -48,15 +46,16 @@ def files(tmp_path_factory):
     return folder
 
 
-def arguments(files, out, *more):
+def arguments(files, out):
     given = tiny_run.options(files, out)
     at = given.index("--task.rewards")
     del given[at : at + 2]
     agent = ("--agent", f"{files / 'my.py'}:agent")
-    return [*tiny_run.QERL, "train", "demo_long", *given, *agent, *SHORT, *EXACT, *more]
+    return ["train", "demo_long", *given, *agent, *SHORT, *EXACT]
 
 
-def finish(process):
+def finish(files, out):
+    process = tiny_run.started(*tiny_run.QERL, *arguments(files, out))
     _, stderr = process.communicate(timeout=200)
     assert process.returncode == 0, stderr
 
@@ -80,7 +79,7 @@ def outcome(out):
 @pytest.fixture(scope="module")
 def unbroken(files):
     out = files / "unbroken"
-    finish(tiny_run.started(*arguments(files, out)))
+    finish(files, out)
     return outcome(out)
 
 
@@ -92,11 +91,7 @@ def test_sampler_and_learner_agree_to_the_bit_under_a_grammar_too(unbroken):
 
 def test_a_run_killed_in_the_middle_of_a_step_ends_as_one_that_was_not(files, unbroken):
     out = files / "killed"
-    process = tiny_run.started(*arguments(files, out))
-    while not (out / "metrics.jsonl").exists() or not list(read_lines(out / "metrics.jsonl")):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    finish(tiny_run.started(*arguments(files, out)))
+    tiny_run.kill_in_step(1, *arguments(files, out))
+    assert len(list(read_lines(out / "metrics.jsonl"))) == 1
+    finish(files, out)
     assert json.dumps(outcome(out)) == json.dumps(unbroken)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import signal
-import time
 
 import pytest
 
@@ -113,12 +111,8 @@ def first_step(out):
 
 def test_a_killed_run_goes_on(files, unbroken):
     out = files / "killed"
-    process = tiny_run.started(*arguments(files, out))
-    while not (out / "metrics.jsonl").exists() or len(list(read_lines(out / "metrics.jsonl"))) < 2:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    tiny_run.kill_in_step(2, *arguments(files, out)[len(tiny_run.QERL) :])
+    assert [step["step"] for step in metrics(out)] == [0, 1]
     finish(tiny_run.started(*arguments(files, out)))
     assert [step["step"] for step in metrics(out)] == list(range(4))
     assert first_step(out) == first_step(unbroken)

@@ -4,7 +4,7 @@ import json
 import signal
 
 from safetensors.torch import load_file
-from test_session import metrics, wait_for_steps
+from test_session import metrics
 
 import tiny_run
 from qerl.cli.main import command
@@ -27,13 +27,12 @@ def adapter_after(out, step):
 
 
 def stop_and_go_on(name, arguments, out):
-    """Stop a run of this command after its first step, and complete it. Return its exit code and output."""
-    process = tiny_run.started(*tiny_run.QERL, name, *arguments)
-    wait_for_steps(process, out, 1)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate()
+    """Stop a run of this command in its second step, and complete it."""
+    process = tiny_run.signals_itself(signal.SIGINT, 1, name, *arguments)
+    said, errors = process.communicate()
+    assert process.returncode == 130 and "is saved; the same command resumes from it" in said, errors
+    assert [step["step"] for step in metrics(out)] == [0, 1]
     command([name, *arguments])
-    return process.returncode, said
 
 
 def run_by_two_ranks(name, arguments):

@@ -1,11 +1,8 @@
 """Branches (DEEP-GRPO) on two ranks and in Ray's workers are those of one process. A worker that dies while
 it branches loses nothing, and a run goes on with the tries of its pivots."""
 
-import signal
-
 import pytest
 from test_ray_engine import OWN, SLOW, TWO, assert_alike, lose_second_sampler
-from test_session import wait_for_steps
 
 import tiny_run
 from engine.parts import packed_logprobs, request_of
@@ -95,15 +92,19 @@ def given(files, kind):
     return [*DEEP, *EXACT, *SHORT, "--agent", f"{files / 'my.py'}:agent", "--noise.schedule", "none"]
 
 
-def start(files, out, *more, num_ranks=1):
+def arguments(files, out, *more):
     options = tiny_run.options(files, out)
     if "--agent" in more:
         at = options.index("--task.rewards")
         del options[at : at + 2]
-    arguments = (*tiny_run.QERL, "train", "demo_long", *options, "--model.device", "cpu", *more)
+    return ["train", "demo_long", *options, "--model.device", "cpu", *more]
+
+
+def start(files, out, *more, num_ranks=1):
+    command = (*tiny_run.QERL, *arguments(files, out, *more))
     if num_ranks == 1:
-        return tiny_run.started(*arguments, environment=OF_A_RUN)
-    return StartedRanks(num_ranks, *arguments)
+        return tiny_run.started(*command, environment=OF_A_RUN)
+    return StartedRanks(num_ranks, *command)
 
 
 def finish(files, out, *more, **how):
@@ -159,10 +160,7 @@ def test_a_ray_worker_that_dies_while_it_branches_loses_nothing(files, alone, ra
     kind, unbroken = alone
     out, more = tmp_path / "ray", (*given(files, kind), "--ray", ray_address, *TWO)
     (files / "kill").touch()
-    process = start(files, out, *more)
-    wait_for_steps(process, out, 1)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    tiny_run.kill_in_step(1, *arguments(files, out, *more), environment=OF_A_RUN)
     assert not (files / "kill").exists()
     finish(files, out, *more)
     assert "died; a new one samples its" in (out / "events.jsonl").read_text()

@@ -219,11 +219,13 @@ def test_a_partial_run_of_two_ranks_goes_on_where_it_was(files, tmp_path):
     """Killed after the third step, one checkpoint behind it."""
     given = ("--rollout.partial", "--rollout.extra-prompts", "3", "--engine.max-num-seqs", "6")
     finish(files, tmp_path / "whole", *given)
-    process = start(files, tmp_path / "broken", *given)
-    wait_for_steps(process, tmp_path / "broken", 3)
-    for rank in process.processes:
-        rank.kill()
-    process.communicate()
+    with tiny_run.held(files, tmp_path / "broken", 3):
+        process = start(files, tmp_path / "broken", *given)
+        wait_for_steps(process, tmp_path / "broken", 3)
+        for rank in process.processes:
+            rank.kill()
+        process.communicate()
+    assert len(metrics(tmp_path / "broken")) == 3
     finish(files, tmp_path / "broken", *given)
     assert_same_run(tmp_path / "broken", tmp_path / "whole")
     steps = metrics(tmp_path / "whole")

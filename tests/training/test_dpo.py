@@ -110,8 +110,7 @@ def test_pairs_are_evaluated_once_after_the_last_step(files, tmp_path, monkeypat
 
 
 def test_a_stopped_run_ends_as_if_it_had_not_been(files, unbroken, tmp_path):
-    code, _ = stop_and_go_on("dpo", options(files, tmp_path), tmp_path)
-    assert code in (130, 0)
+    stop_and_go_on("dpo", options(files, tmp_path), tmp_path)
     assert_same_run(tmp_path, unbroken, STEPS, REFERENCE)
 
 

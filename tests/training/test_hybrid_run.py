@@ -1,8 +1,5 @@
 """A run of a model with recurrent states: killed and resumed, and exported to what transformers loads."""
 
-import signal
-import time
-
 import peft
 import pytest
 import torch
@@ -51,17 +48,15 @@ def files(tmp_path_factory):
     return folder
 
 
-def start(files, out):
+def arguments(files, out):
     more = ("--num-steps", "3", "--checkpoint.every", "1", "--learn.gradient-checkpointing", "layer")
     more = (*more, "--noise.noise-in", "both")
     targets = ("--adapter.target-modules", *TARGETS)
-    return tiny_run.started(
-        *tiny_run.QERL, "train", "demo_long", *tiny_run.options(files, out), *more, *targets
-    )
+    return ["train", "demo_long", *tiny_run.options(files, out), *more, *targets]
 
 
 def finish(files, out):
-    process = start(files, out)
+    process = tiny_run.started(*tiny_run.QERL, *arguments(files, out))
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
     return out
@@ -84,12 +79,8 @@ def test_a_run_learns_in_every_layer_and_goes_on_after_a_kill_as_if_nothing_had_
     assert len(learned) == 2 * 4 + 2 + 3, "q, o once; four of each delta layer; down of each layer"
     assert max(line["mismatch_max"] for line in lines) < 1e-2, "sampler and learner compute the same"
     again = files / "killed"
-    process = start(files, again)
-    while not (again / "metrics.jsonl").exists() or not (again / "metrics.jsonl").read_text():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    tiny_run.kill_in_step(1, *arguments(files, again))
+    assert metrics(again) == lines[:1]
     finish(files, again)
     assert metrics(again) == lines
     ours, theirs = adapter(again), adapter(run)

@@ -59,11 +59,7 @@ def wait_for_steps(process, out, num_steps):
 
 def kill_after(num_steps, files, out, *more, recipe="demo_long"):
     """Kill a run in the step after this many."""
-    with tiny_run.held(files, out, num_steps):
-        process = start(files, out, *more, recipe=recipe)
-        wait_for_steps(process, out, num_steps)
-        process.kill()
-        process.communicate()
+    tiny_run.kill_in_step(num_steps, "train", recipe, *tiny_run.options(files, out), *more)
     assert len(metrics(out)) == num_steps
 
 

@@ -1,7 +1,6 @@
 """Conversations with an environment, from the engine's tokens to a whole run."""
 
 import json
-import signal
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from qerl.tasks import RewardPool
 from qerl.training.engines.multi_turn import MultiTurnEngine
 from qerl.training.policy import check_supported
 from qerl.types import Group, Pivot, Prompt, Sample, Turn
-from training.test_session import assert_same_run, finish, metrics, start, wait_for_steps
+from training.test_session import assert_same_run, finish, kill_after, metrics
 
 MAX_TOKENS = 200
 TURN_TOKENS = 6
@@ -426,10 +425,7 @@ def test_environments_that_cannot_be_branched_are_refused_in_one_line(kind, scop
 
 def test_a_run_that_was_killed_meets_the_same_episodes(files, unbroken):
     out = files / "killed"
-    process = start(files, out, *more(files))
-    wait_for_steps(process, out, 3)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_after(3, files, out, *more(files))
     finish(files, out, *more(files))
     assert_same_run(out, unbroken)
 
