@@ -367,8 +367,8 @@ def test_without_a_threshold_there_is_a_mean_reward_and_no_accuracy(tmp_path):
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table([{"set": "sums", **got}]))
     heading, row = console.export_text().splitlines()
-    assert heading.split()[2:] == ["pass@1", "majority", "greedy", "reward", "tokens", "cut"]
-    assert " ".join(row.split()) == "sums 3 x 4 - - - 0.472 1 8.3"
+    assert " ".join(heading.split()) == "benchmark samples reward greedy reward tokens cut"
+    assert " ".join(row.split()) == "sums 3 x 4 0.472 0.667 1 8.3"
 
 
 def test_a_broken_evaluation_goes_on_where_it_stopped(monkeypatch, tmp_path):

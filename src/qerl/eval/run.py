@@ -41,6 +41,8 @@ from qerl.training.rollouts.evaluation import EVALUATION_STEP
 from qerl.training.rollouts.rollout import sampling_of
 from qerl.types import GenerateRequest, Prompt, Sampling
 
+_EMPTY = "-"  # cell of a figure that does not exist
+
 
 def run_benchmarks(
     source: str,
@@ -108,24 +110,28 @@ def _load(
 
 def table(results: list[dict[str, Any]]) -> Table:
     """Return a row per benchmark: accuracies in percent, mean rewards as they are; errors are standard errors
-    over problems."""
-    keys = {key for each in results for key in each}
-    powers = sorted({int(key[5:]) for key in keys if re.fullmatch(r"pass@\d+", key)} - {1})
+    over problems. A column that is empty in all rows is left out."""
+    powers = sorted(
+        {int(key[5:]) for each in results for key in each if re.fullmatch(r"pass@\d+", key)} - {1}
+    )
+    accuracies = {f"@{k}": f"pass@{k}" for k in powers} | {"majority": "majority", "greedy": "greedy"}
+    columns = {
+        "samples": [f"{each['num_prompts']} x {each['num_samples']}" for each in results],
+        "pass@1": [_percent(each.get("pass@1"), each.get("pass@1_error")) for each in results],
+        **{heading: [_percent(each.get(key)) for each in results] for heading, key in accuracies.items()},
+    }
+    if any(map(_adds_reward, results)):
+        columns["reward"] = [_mean(each["reward"]) for each in results]
+        columns["greedy reward"] = [_mean(each["greedy_reward"]) for each in results]
+    columns["tokens"] = [f"{each['mean_tokens']:.0f}" for each in results]
+    columns["cut"] = [_percent(each["cut_fraction"]) for each in results]
+    columns = {heading: cells for heading, cells in columns.items() if set(cells) != {_EMPTY}}
     shown = Table(box=None, pad_edge=False)
-    headings = ["samples", "pass@1", *(f"@{k}" for k in powers), "majority", "greedy"]
-    has_rewards = any(map(_adds_reward, results))
-    headings += [*(["reward"] * has_rewards), "tokens", "cut"]
     shown.add_column("benchmark", no_wrap=True)
-    for heading in headings:
+    for heading in columns:
         shown.add_column(heading, justify="right", no_wrap=True)
-    for each in results:
-        error = each.get("pass@1_error")
-        first = _percent(each.get("pass@1")) + ("" if error is None else f" +- {100 * error:.1f}")
-        values = [_percent(each.get(key)) for key in (*(f"pass@{k}" for k in powers), "majority", "greedy")]
-        values += ["-" if each["reward"] is None else f"{each['reward']:.3f}"] * has_rewards
-        lengths = [f"{each['mean_tokens']:.0f}", _percent(each["cut_fraction"])]
-        counts = f"{each['num_prompts']} x {each['num_samples']}"
-        shown.add_row(each["set"], counts, first, *values, *lengths)
+    for each, *cells in zip(results, *columns.values(), strict=True):
+        shown.add_row(each["set"], *cells)
     return shown
 
 
@@ -136,8 +142,14 @@ def _adds_reward(result: dict[str, Any]) -> bool:
     )
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
+def _percent(share: float | None, error: float | None = None) -> str:
+    if share is None:
+        return _EMPTY
+    return f"{100 * share:.1f}" + ("" if error is None else f" +- {100 * error:.1f}")
+
+
+def _mean(reward: float | None) -> str:
+    return _EMPTY if reward is None else f"{reward:.3f}"
 
 
 def _grading(task: TaskConfig) -> tuple[Any, ...]:
