@@ -142,7 +142,11 @@ def test_jsonl_rows_have_the_columns_of_all_lines(tmp_path):
 @pytest.mark.parametrize(
     ("content", "place", "said"),
     [
-        (b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2", "invalid JSON: "),
+        (
+            b'{"prompt": "a"}\n{"prompt": "b"\n',
+            "line 2",
+            "invalid JSON: Expecting ',' delimiter at character 16",
+        ),
         (b'{"prompt": "a"}\n\n\xff\xfe{}\n', "line 3", "invalid JSON: "),
         (b'{"prompt": "a"}\n[1]\n', "line 2", "not a JSON object but [1]"),
         (b'{"prompt": "a"}\n' + b"[" * 100_000, "line 2", "invalid JSON: "),

@@ -328,6 +328,8 @@ def _read_jsonl(path: Path, prompt_column: str) -> RowTable:
             try:
                 row = _parse_json(line)
                 fault = None if isinstance(row, dict) else f"not a JSON object but {_shorten(line)}"
+            except json.JSONDecodeError as error:  # its text counts lines too, within this one
+                row, fault = None, f"invalid JSON: {error.msg} at character {error.pos + 1}"
             except (ValueError, RecursionError) as error:
                 row, fault = None, f"invalid JSON: {error}"
             if fault is not None:
