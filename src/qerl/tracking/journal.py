@@ -420,10 +420,10 @@ def _has_no_files(folder: Path) -> bool:
     # A run that was removed while it ran has checkpoints alone.
     is_run = any((folder / name).exists() for name in ("run.json", ".lock"))
     is_run |= any((folder / "checkpoints").glob("step-*"))
-    found = [name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()]
-    lacks = f"has {' and '.join(found)}, which a run would write, but no run.json"
-    require(is_run or not found, f"{folder}: {lacks}; choose another folder with --out")
-    return not found
+    own_names = [name for name in (*_OF_A_START, "result.json", "report.html") if (folder / name).exists()]
+    lacks = f"has {' and '.join(own_names)}, which a run would write, but no run.json"
+    require(is_run or not own_names, f"{folder}: {lacks}; choose another folder with --out")
+    return not own_names
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
