@@ -72,8 +72,8 @@ def _mean_and_ends(value: Estimate) -> str:
 
 
 def _short(arm: Arm) -> str:
-    """Return "NVFP4" of the arm about "NVFP4, rounded"."""
-    return arm.about.partition(":")[0].partition(",")[0]
+    """Return "NVFP4" of the arm about "NVFP4, rounded", and of no other."""
+    return arm.about.partition(":")[0].removesuffix(", rounded")
 
 
 def verdicts(study: Study, judged: Sequence[Judged]) -> str:

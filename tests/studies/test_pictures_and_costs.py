@@ -10,7 +10,7 @@ import pytest
 from benchmarks.pages import TABLES
 from studies import costs, headline
 from studies.analysis import judge
-from studies.catalog_real import gsm8k_small, gsm8k_untrained
+from studies.catalog_real import gsm8k, gsm8k_small, gsm8k_untrained
 from studies.page import write_pages
 from studies.picture import picture_svg, write_picture
 
@@ -120,6 +120,12 @@ def test_a_headline_has_the_means_before_and_after():
     fewer = headline.results(STUDY, [one for one in lines(4) if (one["arm"], one["seed"]) != ("bf16", 0)])
     assert "(n = 3 to 4): BF16 LoRA (n = 3) from 0.160 to 0.280" in fewer and "NVFP4 (n = 4) from" in fewer
     assert headline.results(STUDY, []) == "" == headline.verdicts(STUDY, judge(STUDY, []))
+
+
+def test_a_headline_names_rounded_and_calibrated_nvfp4_apart():
+    rounded = line("nvfp4", 0)
+    text = headline.results(gsm8k(), [rounded, rounded | {"arm": "nvfp4-gptq"}])
+    assert "NVFP4 from 0.120 to 0.220; NVFP4, calibrated from 0.120 to 0.220." in text
 
 
 def test_verdicts_in_brief_have_every_claim_with_its_interval():
