@@ -64,7 +64,8 @@ class RunOptions:
 
     part: str = "1/1"
     """I/N: run the I-th of every N of these runs, from 1. N machines share a study so; the lines of their
-    results.jsonl belong into one file."""
+    choice.jsonl belong in one file, as do those of their results.jsonl. Arms whose rate is chosen are left
+    out until choice.jsonl has all trials: run the study once more."""
 
     files: Path | None = None
     """Folder with copies of the model and the data set of a study of real models. Default: the hub."""
