@@ -1,7 +1,7 @@
 """The tables of qerl beside other programs: of results/peers, the rows of `python -m benchmarks peer`, and
 vLLM's sampling on the shapes of `qerl bench decode`.
 
-A line of the run has the medians; where it was cut short, its only step after the first is shown, marked.
+A line of the run has the medians; where it was cut short, its last step is shown, marked.
 """
 
 from pathlib import Path
@@ -33,8 +33,8 @@ def peer_table(rows: list[Row]) -> str:
     shown = sorted((_shown(lines) for lines in runs.values()), key=lambda row: row["step_s"])
     title = (
         "**The same job on an H200**: Qwen2.5-Coder-1.5B-Instruct, GSM8K, 64 x 8 samples of at most 512"
-        " tokens, LoRA of rank 32; medians after the first step, while the second GPU had other work."
-        " TRL learns with PyTorch's attention, 16 padded samples at a time."
+        " tokens, LoRA of rank 32; medians after the first step. The second GPU ran TRL beside qerl, three"
+        " runs of qerl beside TRL with vLLM. TRL learns without FlashAttention, 16 padded samples at a time."
     )
     head = ["", "weights", *_COLUMNS, "steps"]
     return markdown(title, head, [_line(row) for row in shown], [])
@@ -48,7 +48,7 @@ def _shown(lines: list[Row]) -> Row:
 
 def _line(row: Row) -> list[str]:
     figures = [format(row[key], form) for key, form in _COLUMNS.values()]
-    steps = f"{row['num_steps'] - _FIRST}" if "num_steps" in row else "1, no median"
+    steps = f"{row['num_steps'] - _FIRST}" if "num_steps" in row else f"step {row['step'] + 1}, no median"
     return [_program(row), row["format"].upper(), *figures, steps]
 
 

@@ -47,7 +47,7 @@ def test_a_run_shows_its_medians_and_one_that_was_cut_its_last_step():
         ["TRL 1.16, vLLM 0.26", "BF16", "20.3"],
         ["TRL 1.16, transformers", "BF16", "57.0"],
     ]
-    assert [line[-1] for line in lines] == ["7", "4", "1, no median"]
+    assert [line[-1] for line in lines] == ["7", "4", "step 2, no median"]
     assert lines[0][3:7] == ["2.0", "1.0", "1,234", "40"]
 
 
