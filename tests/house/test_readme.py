@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from test_log import anchor
+
 ROOT = Path(__file__).parents[2]
 README, PACKAGE = ROOT / "README.md", ROOT / "src" / "qerl"
 
@@ -49,6 +51,15 @@ def test_each_page_that_it_names_is_a_link_to_a_file():
     linked = re.findall(r"\]\(((?!http)[^)#]+)[^)]*\)", text)
     assert len(set(linked)) > 20 and not [path for path in linked if not (ROOT / path).exists()]
     assert not re.findall(r"(?<!\()\bdocs/[\w-]+\.md", text)
+
+
+def test_each_heading_that_it_links_to_exists():
+    links = re.findall(r"\]\(((?!http)[^)#]+\.md)#([^)]+)\)", README.read_text())
+    headings = {
+        path: {anchor(text) for text in re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.M)}
+        for path, _ in links
+    }
+    assert links and not [(path, name) for path, name in links if name not in headings[path]]
 
 
 if __name__ == "__main__":
