@@ -13,7 +13,7 @@ from qerl.tracking.report.page import asset
 from qerl.tracking.report.svg import shapes_of, svg_document, svg_text
 from studies.analysis import bands
 from studies.results import Line, has_own_gpu
-from studies.study import Curve, Picture, Study
+from studies.study import Arm, Curve, Picture, Study
 from studies.verdict import MIN_SEEDS
 
 _TOP, _LABELS, _FOOT, _EDGE, _APART = 68, 178, 26, 12, 17
@@ -50,7 +50,7 @@ def picture_svg(study: Study, lines: Sequence[Line]) -> str:
         return ""
     shown = [line for line in lines if line["arm"] in picture.arms]
     width, height = 2 * _EDGE + WIDTH + _LABELS, _TOP + HEIGHT + _FOOT
-    heads = [picture.title, *_facts(picture, shown)]
+    heads = [picture.title, *_facts(study, picture, shown)]
     texts = [
         svg_text(_EDGE + 6, 25 + 18 * i, text, "" if i else "title", "start") for i, text in enumerate(heads)
     ]
@@ -96,15 +96,20 @@ def seconds_text(lines: Sequence[Line]) -> str:
     return f"{text} s a run without loading, on one {devices}"
 
 
-def _facts(picture: Picture, lines: Sequence[Line]) -> list[str]:
-    few = min(_runs_by_arm(lines).values())
-    spread = (
-        "mean and 95 % interval over seeds" if few >= MIN_SEEDS else "mean, too few seeds for an interval"
-    )
-    return [
-        f"{picture.curve.title}: {picture.curve.about}",
-        f"{spread}, {num_seeds(lines)}; {seconds_text(lines)}",
-    ]
+def _facts(study: Study, picture: Picture, lines: Sequence[Line]) -> list[str]:
+    runs = _runs_by_arm(lines)
+    if min(runs.values()) >= MIN_SEEDS:
+        spread = f"mean and 95 % interval over seeds, {num_seeds(lines)}"
+    elif len(set(runs.values())) == 1:
+        spread = f"mean, too few seeds for an interval, {num_seeds(lines)}"
+    else:
+        named = [f"{runs[arm.name]} ({_short(arm)})" for arm in study.arms if arm.name in runs]
+        spread = f"means, n = {', '.join(named)}"
+    return [f"{picture.curve.title}: {picture.curve.about}", f"{spread}; {seconds_text(lines)}"]
+
+
+def _short(arm: Arm) -> str:
+    return arm.about.partition(":")[0]
 
 
 def _ends(study: Study, series: Sequence[Series]) -> str:
@@ -114,7 +119,7 @@ def _ends(study: Study, series: Sequence[Series]) -> str:
     texts, last = [], -_APART
     for y, one in ends:
         last = max(y, last + _APART)
-        about = study.arms[one.run_index].about.partition(":")[0]
+        about = _short(study.arms[one.run_index])
         text = svg_text(
             WIDTH - RIGHT + 10, round(last + 4, 1), f"{about}  {one.points[-1][1]:.3f}", "end", "start"
         )

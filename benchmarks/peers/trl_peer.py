@@ -1,10 +1,10 @@
-"""Train the job of peer.py by TRL's GRPOTrainer, with the settings that make it fast.
+"""Train the job of peer.py by TRL's GRPOTrainer, set to be fast.
 
     all samples of a step are generated in one batch with a KV cache: one that grows (TRL's default), one of
     fixed size, for which transformers compiles the decode step on a GPU, by its continuous batching,
     or by vLLM, which gets the merged weights before each step; that is part of generate_s
     FlashAttention 2 if it is installed, else PyTorch's attention, with which continuous batching is slow
-    no recomputation of activations (TRL's default is to recompute), as large a microbatch as is asked for,
+    no recomputation of activations (TRL's default is to recompute), the microbatch that is asked for,
     fused AdamW, no reference model, no pass over the samples for old log-probabilities, nothing saved
     BF16 autocast with fp32 masters of the adapter, as qerl has them. With continuous batching TRL casts the
     adapter to BF16 before it samples, so that its masters are in BF16

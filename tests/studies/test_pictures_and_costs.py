@@ -59,6 +59,8 @@ def test_a_picture_of_one_or_two_seeds_has_curves_without_bands():
         assert len(shapes(svg, "curve")) == 3 and not shapes(svg, "band")
     assert "too few seeds for an interval, n = 1; on NVIDIA H200, which the runs shared" in one
     assert "too few seeds for an interval, n = 2; 101 s a run without loading, on one NVIDIA H200" in two
+    unequal = [line for line in lines(2) if (line["arm"], line["seed"]) != ("bf16", 1)]
+    assert "means, n = 1 (BF16 LoRA), 2 (NVFP4, rounded), 2 (NVFP4 + AQN); " in picture_svg(STUDY, unequal)
 
 
 def test_a_picture_of_eight_seeds_has_bands_and_says_what_they_are():
