@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import table
 from benchmarks.cards import card_tables
 from benchmarks.conflicts import conflict_table
-from benchmarks.peer_table import peer_table, read_peers, vllm_table
+from benchmarks.peer_table import PEERS, peer_table, vllm_table
 from benchmarks.rounding_cost import cost_table, read_accuracies, read_arms
 from benchmarks.rows import Row, coverage, read_rows
 from benchmarks.summary import exact_table, speed_table
@@ -33,8 +33,8 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "gpus": coverage,
     "cards": card_tables,
     "conflicts": lambda rows: conflict_table(),
-    "peers": lambda rows: peer_table(read_peers()),
-    "vllm": lambda rows: vllm_table(read_peers(), rows),
+    "peers": lambda rows: peer_table(read_rows(PEERS)),
+    "vllm": lambda rows: vllm_table(read_rows(PEERS), rows),
     "rounding": lambda rows: cost_table(read_arms(), read_accuracies()),
     **{
         f"gsm8k_small-{part}": lambda rows, part=part: (

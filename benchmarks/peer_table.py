@@ -4,12 +4,10 @@ vLLM's sampling on the shapes of `qerl bench decode`.
 A line of the run has the medians; where it was cut short, its last step is shown, marked.
 """
 
-from pathlib import Path
-
-from benchmarks.rows import NOT_MEASURED, Row, latest, markdown, read_rows
+from benchmarks.rows import NOT_MEASURED, Row, latest, markdown
 from qerl.bench.record import RESULTS, ROOT
 
-FOLDER = ROOT / RESULTS / "peers"
+PEERS = ROOT / RESULTS / "peers"
 _COLUMNS = {
     "s a step": ("step_s", ".1f"),
     "sampling": ("generate_s", ".1f"),
@@ -18,10 +16,6 @@ _COLUMNS = {
     "peak GB": ("memory_gb", ".0f"),
 }
 _FIRST = 1  # the step that compiles is left out
-
-
-def read_peers(folder: Path = FOLDER) -> list[Row]:
-    return read_rows(folder)
 
 
 def peer_table(rows: list[Row]) -> str:

@@ -73,7 +73,7 @@ def _mean_and_ends(value: Estimate) -> str:
 
 def _short(arm: Arm) -> str:
     """Return "NVFP4" of the arm about "NVFP4, rounded", and of no other."""
-    return arm.about.partition(":")[0].removesuffix(", rounded")
+    return arm.title.removesuffix(", rounded")
 
 
 def verdicts(study: Study, judged: Sequence[Judged]) -> str:

@@ -13,7 +13,7 @@ from qerl.tracking.report.page import asset
 from qerl.tracking.report.svg import shapes_of, svg_document, svg_text
 from studies.analysis import bands
 from studies.results import Line, has_own_gpu
-from studies.study import Arm, Curve, Picture, Study
+from studies.study import Curve, Picture, Study
 from studies.verdict import MIN_SEEDS
 
 _TOP, _LABELS, _FOOT, _EDGE, _APART = 68, 178, 26, 12, 17
@@ -103,13 +103,9 @@ def _facts(study: Study, picture: Picture, lines: Sequence[Line]) -> list[str]:
     elif len(set(runs.values())) == 1:
         spread = f"mean, too few seeds for an interval, {num_seeds(lines)}"
     else:
-        named = [f"{runs[arm.name]} ({_short(arm)})" for arm in study.arms if arm.name in runs]
+        named = [f"{runs[arm.name]} ({arm.title})" for arm in study.arms if arm.name in runs]
         spread = f"means, n = {', '.join(named)}"
     return [f"{picture.curve.title}: {picture.curve.about}", f"{spread}; {seconds_text(lines)}"]
-
-
-def _short(arm: Arm) -> str:
-    return arm.about.partition(":")[0]
 
 
 def _ends(study: Study, series: Sequence[Series]) -> str:
@@ -119,9 +115,9 @@ def _ends(study: Study, series: Sequence[Series]) -> str:
     texts, last = [], -_APART
     for y, one in ends:
         last = max(y, last + _APART)
-        about = _short(study.arms[one.run_index])
+        title = study.arms[one.run_index].title
         text = svg_text(
-            WIDTH - RIGHT + 10, round(last + 4, 1), f"{about}  {one.points[-1][1]:.3f}", "end", "start"
+            WIDTH - RIGHT + 10, round(last + 4, 1), f"{title}  {one.points[-1][1]:.3f}", "end", "start"
         )
         texts.append(f'<g class="s{one.run_index % 8}">{text}</g>')
     return "".join(texts)

@@ -37,6 +37,11 @@ class Arm:
     rate_of: str | None = None
     """Arm whose chosen rate this one takes; it then tries none of its own."""
 
+    @property
+    def title(self) -> str:
+        """Return "NVFP4 + AQN" of the arm about "NVFP4 + AQN: QeRL"."""
+        return self.about.partition(":")[0]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StudyTask:

@@ -1,6 +1,7 @@
 """The tables of qerl beside other programs, of made rows."""
 
-from benchmarks.peer_table import peer_table, read_peers, vllm_table
+from benchmarks.peer_table import PEERS, peer_table, vllm_table
+from benchmarks.rows import read_rows
 
 STEP = {
     "bench": "peer",
@@ -68,5 +69,5 @@ def test_vllm_stands_beside_our_row_of_the_same_case_alone():
 
 
 def test_the_stored_rows_name_what_ran_beside_them():
-    rows = read_peers()
+    rows = read_rows(PEERS)
     assert rows and all(row["beside"] and row["gpu"] for row in rows)
