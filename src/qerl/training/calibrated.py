@@ -20,6 +20,7 @@ from qerl.config import ModelConfig, RunConfig
 from qerl.config.stored import BASE, chosen_calibration, with_stored_base
 from qerl.engine.paged_engine import PagedEngine
 from qerl.errors import UserError
+from qerl.kernels.runtime.gpu_memory import peak_bytes, reset_peaks
 from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.encoding import SCALES
 from qerl.models.checkpoint.model_folder import read_json
@@ -117,17 +118,21 @@ def _calibrate(
     groups, stats, num_calls = sample_groups(config, engine, task, max_tokens)
     sampled_s = time.perf_counter()
     del engine  # and its cache
-    rows = pack_groups(groups, max_tokens=max_tokens, device=torch.device(model.device))
+    device = torch.device(model.device)
+    if on_gpu := device.type == "cuda":
+        reset_peaks(device)
+    rows = pack_groups(groups, max_tokens=max_tokens, device=device)
     loaded = LoadedLinears(checkpoint, sampler)
     # In bf16 a GPU takes a third of float32's time, for the same KL.
     decoder = float_decoder(loaded, COMPUTE[model.dtype], model.device, resident=False)
     settings = dataclasses.replace(FLOAT, select_scales=SCALES[model.block_scales])
     requantize(decoder, rows, settings, notice=_progress(name, notice))
     end_s = time.perf_counter()
+    peak = f" with at most {peak_bytes(device) / 1e9:.1f} GB" if on_gpu else ""
     notice(
         f"{name}: {len(rows.tokens_T):,} tokens; loaded in {loaded_s - begin:.1f} s, sampled in"
         f" {sampled_s - loaded_s:.1f} s ({num_calls} calls, {stats.compile_s:.1f} s to compile,"
-        f" {stats.record_s:.1f} s to record graphs), quantized in {end_s - sampled_s:.1f} s"
+        f" {stats.record_s:.1f} s to record graphs), quantized in {end_s - sampled_s:.1f} s{peak}"
     )
     prompts = [prompt.tokens_T for prompt in task.train_prompts(0, config.num_prompts)]
     line = check_quantization(decoder, model.path, "nvfp4 by gptq", prompts, original=loaded)
