@@ -166,7 +166,8 @@ def write_four_bit(
     settings = four_bit_settings(config.model.format, format)
     notice = partial(print, f"{format}:", file=sys.stderr)
     try:
-        requantize(decoder, rows, settings, notice=notice)
+        with work(Console(stderr=True), f"{format}: quantizing") as report:
+            requantize(decoder, rows, settings, notice=notice, report=report)
     except torch.OutOfMemoryError:
         few = f"{max_tokens:,} tokens need more memory than the GPU has free"
         raise RunError(f"{run}: {few}; give fewer --calibration-tokens") from None

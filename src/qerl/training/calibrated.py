@@ -35,13 +35,12 @@ from qerl.models.quantize.calibration import calibration_tokens, pack_groups
 from qerl.models.quantize.gptq import FLOAT, SWEEPS, requantize
 from qerl.models.quantize.quantization_check import check_quantization
 from qerl.tasks import Task
+from qerl.tracking.progress import work_lines
 from qerl.training import calibration_cache
 from qerl.training.calibration_cache import NOTE
 from qerl.training.calibration_choice import choose
 from qerl.training.calibration_samples import MAX_BATCHES, MAX_SAMPLE_TOKENS, NUM_SAMPLES, sample_groups
 from qerl.training.policy import load_task
-
-_NOTICE_EVERY_S = 15.0
 
 
 def with_calibrated_base(config: RunConfig, ranks: Ranks, notice: Callable[[str], None]) -> RunConfig:
@@ -126,7 +125,8 @@ def _calibrate(
     # In bf16 a GPU takes a third of float32's time, for the same KL.
     decoder = float_decoder(loaded, COMPUTE[model.dtype], model.device, resident=False)
     settings = dataclasses.replace(FLOAT, select_scales=SCALES[model.block_scales])
-    requantize(decoder, rows, settings, notice=_progress(name, notice))
+    with work_lines(notice, f"{name}: quantizing", begins=False) as report:
+        requantize(decoder, rows, settings, notice=lambda text: notice(f"{name}: {text}"), report=report)
     end_s = time.perf_counter()
     peak = f" with at most {peak_bytes(device) / 1e9:.1f} GB" if on_gpu else ""
     notice(
@@ -140,19 +140,6 @@ def _calibrate(
     notice(line)
     note = {"model": model.path, "calibrate": "gptq", "seconds": end_s - begin, "line": line}
     write_packed(decoder, source, base, notes={NOTE: note})
-
-
-def _progress(name: str, notice: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a notice of layers that passes on at most one every 15 s, with the seconds so far."""
-    begin = noticed = time.monotonic()
-
-    def notice_layer(text: str) -> None:
-        nonlocal noticed
-        if (now := time.monotonic()) - noticed >= _NOTICE_EVERY_S or not text.startswith("layer "):
-            noticed = now
-            notice(f"{name}: {text}, {now - begin:.0f} s")
-
-    return notice_layer
 
 
 def float_decoder(checkpoint: Checkpoint, compute: torch.dtype, device: str, *, resident: bool) -> Decoder:

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from engine.parts import prompts_of
@@ -48,14 +47,6 @@ def test_a_row_without_finite_logits_ends():
     state = state_of([3, 4], [10, 10])
     state.advance(torch.tensor([1, 2]), torch.tensor([torch.nan, -1.0]), NONE)
     assert state.positions_B.tolist() == [-1, 5, -1] and state.drawn_logprobs_WB[0, 0].isnan()
-
-
-@pytest.mark.parametrize(
-    "sampling, is_capturable", [({}, True), ({"top_k": 3}, True), ({"top_p": 0.9}, False)]
-)
-def test_only_a_draw_that_waits_for_the_device_stays_out_of_a_graph(sampling, is_capturable):
-    draw = TorchSampler(tiny(), Sampling(max_tokens=1, **sampling), NONE)
-    assert draw.is_capturable is is_capturable
 
 
 def test_prompts_have_their_own_randomness():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.algo.seeds import uniform
-from qerl.engine.sampling.token_sampling import sample_tokens
+from qerl.engine.sampling.token_sampling import by_bisection, by_sorting, sample_tokens
 from qerl.types import Sampling
 
 PROBABILITIES_V = [0.4, 0.0, 0.25, 0.2, 0.1, 0.05]
@@ -133,6 +133,53 @@ def test_top_p_over_a_flat_distribution_looks_past_its_first_candidates():
     (flat, peaked), (logprob, _) = draws(logits_BV, [BELOW_ONE, BELOW_ONE], top_p=0.5)
     assert abs(flat - 2494) < 15 and logprob == pytest.approx(-math.log(2494), abs=0.01)
     assert peaked == 9
+
+
+def nucleus(logits_V, top_p):
+    """The least logit of the fewest tokens, most likely first, that have top_p of the mass, in float64."""
+    values, order = logits_V.double().softmax(0).sort(descending=True)
+    mass = values.cumsum(0) / values.sum()
+    return logits_V[order[int((mass < top_p).sum().clamp(max=len(order) - 1))]].item()
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-6, 0.3, 0.95, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0, 200.0])
+def test_both_searches_for_the_nucleus_end_at_its_last_token(top_p, spread, rng):
+    logits_BV = torch.randn(16, 3000, generator=rng) * spread
+    logits_BV[:, 7::3] = -torch.inf
+    logits_BV[3, :] = -torch.inf
+    logits_BV[3, 5] = -40.0
+    for search in (by_sorting, by_bisection):
+        limits_B1 = search(logits_BV, top_p)
+        for row, (limit,) in enumerate(limits_B1.tolist()):
+            p_V, exact = logits_BV[row].double().softmax(0), nucleus(logits_BV[row], top_p)
+            kept, right = (p_V[logits_BV[row] >= x].sum().item() for x in (limit, exact))
+            assert limit == exact or kept == pytest.approx(right, abs=2e-6)
+
+
+def test_a_nucleus_that_rounding_keeps_out_of_reach_has_all_tokens(rng):
+    logits_BV = torch.randn(8, 3000, generator=rng)
+    for search in (by_sorting, by_bisection):
+        p_BV = logits_BV.masked_fill(logits_BV < search(logits_BV, BELOW_ONE), -torch.inf).softmax(-1)
+        assert (p_BV - logits_BV.softmax(-1)).abs().max() < 1e-6
+
+
+def test_a_row_without_a_number_bounds_nothing():
+    logits_BV = torch.zeros(2, 300)
+    logits_BV[0, 7] = torch.nan
+    for search in (by_sorting, by_bisection):
+        assert not (logits_BV[:1] < search(logits_BV, 0.5)[:1]).any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}])
+def test_a_draw_never_waits_for_a_gpu(settings):
+    """A CUDA graph holds it. Tensors on meta have shapes only: what asks for a value fails."""
+    logits_BV, uniforms_B = (
+        torch.empty(4, 700, device="meta"),
+        torch.empty(4, device="meta", dtype=torch.float64),
+    )
+    tokens_B, logprobs_B = sample_tokens(logits_BV, Sampling(max_tokens=1, **settings), uniforms_B)
+    assert tokens_B.shape == logprobs_B.shape == (4,)
 
 
 def test_settings_that_keep_everything_change_nothing(rng):

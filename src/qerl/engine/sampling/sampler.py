@@ -64,7 +64,6 @@ class TorchSampler(Sampler):
     def __init__(self, decoder: PolicyModel, sampling: Sampling, stop_tokens: Tensor):
         super().__init__(stop_tokens)
         self._decoder, self._sampling = decoder, sampling
-        self.is_capturable = sampling.top_p is None or sampling.top_p >= 1
 
     def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
         uniforms_M = last_round(keys_M, positions_M)

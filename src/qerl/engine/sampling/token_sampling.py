@@ -20,6 +20,7 @@ from qerl.types import Sampling
 
 _CHUNK_TOKENS = 256
 _FIRST_CANDIDATES = 64  # enough for top_p in a peaked distribution
+_BITS_OF_ONE = 0x3F800000  # of the float32 1.0
 _MIN_TEMPERATURE = 1e-20  # logits divided by less may overflow
 
 
@@ -98,7 +99,32 @@ def threshold(scaled_BV: Tensor, sampling: Sampling) -> Tensor | None:
 
 
 def _nucleus_threshold(scaled_BV: Tensor, top_p: float) -> Tensor:
-    """Return the logit at which the sum of the probabilities, largest first, reaches top_p.
+    """Return the logit at which the sum of the probabilities, largest first, reaches top_p."""
+    return (by_sorting if scaled_BV.device.type == "cpu" else by_bisection)(scaled_BV, top_p)
+
+
+def by_bisection(scaled_BV: Tensor, top_p: float) -> Tensor:
+    """Return the threshold without waiting for the device, so that a CUDA graph can hold it.
+
+    Bits of numbers from 0 to 1, as integers, have the order of the numbers: 30 halvings find the largest
+    probability p of the row such that those of p and above sum to top_p.
+    """
+    p_BV = scaled_BV.softmax(-1)
+    low_B1 = torch.zeros(len(p_BV), 1, dtype=torch.int32, device=p_BV.device)
+    high_B1 = torch.full_like(low_B1, _BITS_OF_ONE + 1)
+    for _ in range(_BITS_OF_ONE.bit_length()):
+        middle_B1 = (low_B1 + high_B1) // 2
+        mass_B1 = torch.where(p_BV >= middle_B1.view(torch.float32), p_BV, 0.0).sum(
+            -1, True, dtype=torch.float64
+        )
+        is_reached_B1 = mass_B1 >= top_p
+        low_B1 = torch.where(is_reached_B1, middle_B1, low_B1)
+        high_B1 = torch.where(is_reached_B1, high_B1, middle_B1)
+    return scaled_BV.masked_fill(p_BV < low_B1.view(torch.float32), torch.inf).amin(-1, keepdim=True)
+
+
+def by_sorting(scaled_BV: Tensor, top_p: float) -> Tensor:
+    """Return the threshold from the largest logits, on a CPU the faster way.
 
     The number of candidates grows until every row reaches top_p; it does not change a row's threshold.
     """

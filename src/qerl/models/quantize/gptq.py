@@ -39,6 +39,8 @@ from qerl.models.peft.adapter import merged_expert, merged_weight
 from qerl.models.quantize.calibration import Calibration
 from qerl.models.quantize.float_stream import FloatStream
 from qerl.models.quantize.rounding import add_damping, gram, round_to_grid, shifted_target
+from qerl.tracking.progress import ignore
+from qerl.types import Report
 
 DAMPING, FLOAT_DAMPING, SWEEPS = 0.01, 0.1, 2
 """Damping of a merged model, whose adapter's part must stay, and of a float one, whose inputs are few. By 0.1
@@ -75,10 +77,11 @@ def requantize(
     settings: GptqSettings,
     *,
     notice: Callable[[str], None],
+    report: Report = ignore,
 ) -> None:
     """Quantize every linear and expert of a decoder to 4 bits, its adapter merged in, layer by layer;
-    what `qerl quantize` leaves in BF16 stays. Notice each layer, and how many experts got the nearest codes.
-    Raise UserError if experts cannot be written in this format."""
+    what `qerl quantize` leaves in BF16 stays. notice: gets how many experts have the nearest codes. report:
+    gets the number of quantized layers. Raise UserError if experts cannot be written in this format."""
     nearest, num_experts = set[tuple[int, int]](), 0
     plain = unquantized_linears(as_written(decoder.architecture, settings.kind.name))
     names = {id(linear): name for name, linear in decoder.linears()}
@@ -99,7 +102,7 @@ def requantize(
                 act = functools.partial(_requantize_experts, experts, settings, nearest, layer_index)
                 hooks.enter_context(_before_first_call(experts, act))
             h_TD = layer(h_TD, context, layer_index, attend)
-        notice(f"layer {layer_index + 1} of {len(decoder.layers)}")
+        report(layer_index + 1, len(decoder.layers), "layers")
         return h_TD
 
     with torch.no_grad():

@@ -102,7 +102,8 @@ def _write_gptq(options: QuantizeOptions) -> None:
     decoder = build_decoder(checkpoint, format="bf16", compute=compute, device=device, resident=False)
     notice = partial(print, "gptq:", file=sys.stderr)
     settings = dataclasses.replace(FLOAT, select_scales=SCALES[options.block_scales])
-    requantize(decoder, rows, settings, notice=notice)
+    with work(Console(stderr=True), "gptq: quantizing") as report:
+        requantize(decoder, rows, settings, notice=notice, report=report)
     write_packed(decoder, source, options.out)
 
 
