@@ -563,6 +563,14 @@ def test_calibration_needs_the_bf16_model_once():
     assert "calibration" not in report.format_plan("qwen2.5-7b", RunConfig(), gpu_gb=24, prompt_tokens=64)[0]
 
 
+def test_calibration_is_planned_as_an_h200_measured_it():
+    """Qwen2.5-7B's shape with random weights took 39.3 GB, over 33,767 tokens; its head is not tied."""
+    config = dataclasses.replace(RunConfig(), model=ModelConfig(calibrate="gptq"))
+    text, _ = report.format_plan("qwen2.5-7b", config, gpu_gb=150.1, prompt_tokens=64)
+    (planned,) = re.findall(r"calibration in BF16, mse scales +([\d.]+) GB", text)
+    assert float(planned) == pytest.approx(39.3, rel=0.05)
+
+
 def test_samples_that_do_not_all_fit_at_once_are_planned_as_a_run_samples_them(capsys):
     long = ["plan", "qwen3-8b", "--sample.max-tokens", "4096"]
     command([*long, "--gpu", "NVIDIA GeForce RTX 4090"])

@@ -31,6 +31,7 @@ from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import counted_specs
+from qerl.models.quantize.calibration import planned_tokens
 
 KERNEL_NAMES = {
     "hopper": "Hopper kernels",
@@ -42,26 +43,31 @@ _MAX_SAMPLES, _MAX_RANK = 4096, 1024
 
 def _needed_bytes(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> float:
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_bytes)
-    before = _before_training(a, config, prompt_tokens).values()
+    before = _before_training(a, config, prompt_tokens, gpu_bytes).values()
     return max(peak_bytes(memory_parts(a, resolved, prompt_tokens)), *before)
 
 
-def _before_training(a: Architecture, config: RunConfig, prompt_tokens: int) -> dict[str, float]:
+def _before_training(
+    a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float
+) -> dict[str, float]:
     """Return the peaks in bytes of what is done before training, 0 where it is not."""
     return {
-        f"calibration in BF16, {config.model.block_scales} scales": _calibration(a, config.model),
+        f"calibration in BF16, {config.model.block_scales} scales": _calibration(a, config.model, gpu_bytes),
         "evaluation in BF16": float_evaluation_bytes(a, config, prompt_tokens),
     }
 
 
-def _calibration(a: Architecture, model: ModelConfig) -> float:
-    """Return the bytes of model.calibrate gptq, before training: the BF16 model, the quantized one, and four
-    float64 matrices of the widest input's products."""
+def _calibration(a: Architecture, model: ModelConfig, gpu_bytes: float) -> float:
+    """Return the bytes of model.calibrate gptq, before training: the BF16 model, the quantized one, and what
+    the widest linear needs: its inputs in both models, and five float64 matrices of their products or what
+    the layer computed before it. Of these counts two were fitted to the peaks of a 7B and a 1.5B."""
     if model.calibrate == "none":
         return 0.0
     widest = max(linear.in_width for spec, _ in counted_specs(a) for linear in spec.linears)
     weights = weight_bytes(a, "bf16") + weight_bytes(a, model.format)
-    return weights + embedding_bytes(a, element_bytes=4) + 4 * 8 * widest**2
+    inputs = 2 * planned_tokens(a, gpu_bytes) * (2 * widest + 6 * a.width)
+    work = max(5 * 8 * widest**2, 2 * 2 * planned_tokens(a, gpu_bytes) * widest)
+    return weights + embedding_bytes(a, element_bytes=4) + inputs + work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +202,7 @@ def format_plan(
     as_run = with_microbatches(a, resolved, prompt_tokens, gpu_bytes)
     parts = memory_parts(a, resolved, prompt_tokens)
     parts = parts if num_adapters is None else with_clients(parts, a, config, num_adapters)
-    before = _before_training(a, config, prompt_tokens)
+    before = _before_training(a, config, prompt_tokens, gpu_bytes)
     peak = max(peak_bytes(parts), *before.values())
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
     advice = _advice(a, config, resolved, lengths, gpu_bytes, gpu, fits=fits)

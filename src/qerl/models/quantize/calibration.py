@@ -32,8 +32,13 @@ _MEMORY_SHARE = 8
 def calibration_tokens(a: Architecture, device: torch.device) -> int:
     """Return the tokens that GPTQ is calibrated on: 8,192, on a GPU as many as its memory allows, up to
     65,536. With these Qwen2.5-Coder-0.5B has a KL of 0.0185 for 0.0255 nats."""
+    return planned_tokens(a, memory_bytes(device))
+
+
+def planned_tokens(a: Architecture, gpu_bytes: float) -> int:
+    """Return calibration_tokens of a GPU with this memory."""
     row_bytes = 4 * (4 * a.ff_width + 12 * a.width)
-    return largest_doubling(_TOKENS, min(_GPU_TOKENS, memory_bytes(device) / _MEMORY_SHARE / row_bytes))
+    return largest_doubling(_TOKENS, min(_GPU_TOKENS, gpu_bytes / _MEMORY_SHARE / row_bytes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
