@@ -5,8 +5,8 @@
 <!-- end -->
 
 Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), gpus, cards,
-conflicts, peers and vllm (peer_table.py) and rounding (rounding_cost.py); gsm8k_small-headline, -verdicts
-and -curve, parts of studies/gsm8k_small, which `python -m studies pages` writes.
+conflicts, peers and vllm (peer_table.py) and rounding (rounding_cost.py); STUDY-headline, -verdicts and
+-curve of gsm8k and gsm8k_small, parts of studies/STUDY, which `python -m studies pages` writes.
 `tests/house/test_tables.py` holds the pages to the committed rows.
 """
 
@@ -37,9 +37,8 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "vllm": lambda rows: vllm_table(read_rows(PEERS), rows),
     "rounding": lambda rows: cost_table(read_arms(), read_accuracies()),
     **{
-        f"gsm8k_small-{part}": lambda rows, part=part: (
-            (_STUDIES / "gsm8k_small" / f"{part}.md").read_text().strip()
-        )
+        f"{study}-{part}": lambda rows, file=f"{study}/{part}.md": (_STUDIES / file).read_text().strip()
+        for study in ("gsm8k", "gsm8k_small")
         for part in ("headline", "verdicts", "curve")
     },
     **table.TABLES,

@@ -175,5 +175,6 @@ def test_a_study_without_curves_has_a_page_without_their_section(tmp_path):
 
 
 def test_the_pages_quote_the_stored_paragraphs():
-    for part in ("headline", "verdicts"):
-        assert TABLES[f"gsm8k_small-{part}"]([])
+    for study in ("gsm8k", "gsm8k_small"):
+        for part in ("headline", "verdicts", "curve"):
+            assert TABLES[f"{study}-{part}"]([])
