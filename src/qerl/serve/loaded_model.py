@@ -6,10 +6,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+
 from qerl.config import ModelConfig, NoiseConfig, RunConfig
 from qerl.engine.local_engine import LocalEngine
 from qerl.models.device import resolve_device
 from qerl.serve.token_text import TokenBytes
+from qerl.tracking.progress import work
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 
@@ -31,7 +34,8 @@ class LoadedModel:
 
 
 def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> LoadedModel:
-    """Load `source`: a model, or the folder of a run, of which `run` is the config."""
+    """Load `source`: a model, or the folder of a run, of which `run` is the config. A bar on a terminal, or a
+    line every ten seconds, shows how far it is."""
     if run is None:
         refuse_calibration(model)
     config = run or RunConfig(noise=NoiseConfig(schedule="none"))
@@ -39,5 +43,7 @@ def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_a
     config = dataclasses.replace(config, model=resolve_device(model), engine=engine)
     tokenizer, _ = load_tokenizer_and_limit(config)
     checkpoints = Path(source) / "checkpoints" if run is not None and with_adapter else None
-    engine = load_trained_sampler(config, tokenizer, checkpoints, partial(print, file=sys.stderr))
+    notice, name = partial(print, file=sys.stderr), f"loading {config.model.path} in {config.model.format}"
+    with work(Console(stderr=True), name, begins=False) as report:
+        engine = load_trained_sampler(config, tokenizer, checkpoints, notice, report)
     return LoadedModel(engine, engine.max_positions)

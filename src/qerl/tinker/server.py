@@ -4,6 +4,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
 from starlette.applications import Starlette
 
 from qerl.config import AdapterConfig, NoiseConfig, RunConfig, SampleConfig
@@ -19,6 +20,7 @@ from qerl.tinker.adapter import ALPHA, AdapterSlot
 from qerl.tinker.app import make_app
 from qerl.tinker.passes import Passes
 from qerl.tinker.service import Service
+from qerl.tracking.progress import work
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.planned_learner import planned_config
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
@@ -59,7 +61,9 @@ def load_app(source: str, options: TinkerOptions, *, api_key: str | None = None)
         noise=NoiseConfig(schedule="none"),
     )
     tokenizer, _ = load_tokenizer_and_limit(config)
-    decoder, engine = load_sampler(config, tokenizer, stop_ids=frozenset())
+    name = f"loading {config.model.path} in {config.model.format}"
+    with work(Console(stderr=True), name, begins=False) as report:
+        decoder, engine = load_sampler(config, tokenizer, report, stop_ids=frozenset())
     if not isinstance(decoder, Decoder):
         raise UserError(f"tinker needs a model that qerl's own decoder runs, which {decoder.family} is not")
     limit, notice = min(options.max_context_tokens, engine.max_positions), partial(print, file=sys.stderr)
