@@ -37,6 +37,17 @@ def answered(batcher, *jobs):
     return [job.future.result(timeout=30) for job in jobs]
 
 
+def held_until(condition):
+    """(an event of the first token, an on_token that keeps the batcher there until the condition is true)."""
+    started = threading.Event()
+
+    def hold(*_):
+        started.set()
+        parts.wait_for(condition)
+
+    return started, hold
+
+
 def tokens_of(samples):
     return [sample.tokens_T for sample in samples]
 
@@ -254,8 +265,8 @@ def test_counts_go_on_over_a_failed_batch(model, batcher, monkeypatch):
 
 def test_closing_stops_the_running_call(model):
     batcher = parts.batcher_of(model)
-    started = threading.Event()
-    job = request_of(model, "a", sampling=Sampling(max_tokens=900), on_token=lambda *_: started.set())
+    started, hold = held_until(lambda: batcher._is_closed)
+    job = request_of(model, "a", sampling=Sampling(max_tokens=900), on_token=hold)
     batcher.submit(job)
     batcher.start()
     assert started.wait(30)
@@ -281,9 +292,10 @@ def test_prompts_enter_a_batch_a_few_tokens_at_a_time(model, batcher, monkeypatc
 
 def test_a_pause_gives_the_engine_back_and_ends_what_runs(model, batcher):
     batcher.start()
-    long = request_of(model, "one", sampling=Sampling(max_tokens=900, temperature=2.0))
+    started, hold = held_until(lambda: batcher._is_paused)
+    long = request_of(model, "one", sampling=Sampling(max_tokens=900, temperature=2.0), on_token=hold)
     batcher.submit(long)
-    parts.wait_for(lambda: bool(long.tokens))
+    assert started.wait(30)
     batcher.pause()
     assert batcher.batch is None
     with pytest.raises(CancelledRequestError):
