@@ -27,7 +27,7 @@ from studies.study import select
 
 USAGE = f"""\
 usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--tasks T]
-                                  [--part I/N] [--files DIR] [--out DIR]
+                                  [--part I/N] [--runs ARM:SEED ...] [--files DIR] [--out DIR]
        python -m studies pages [NAME ...]
        python -m studies mixture [--num-steps N] [--seed N] [--out DIR]
        python -m studies select --files DIR [--num-train N] [--num-test N]
@@ -67,12 +67,25 @@ class RunOptions:
     choice.jsonl belong in one file, as do those of their results.jsonl. Arms whose rate is chosen are left
     out until choice.jsonl has all trials: run the study once more."""
 
+    runs: tuple[str, ...] = ()
+    """ARM:SEED ...: run these alone, in this order. Default: those that the options above choose."""
+
     files: Path | None = None
     """Folder with copies of the model and the data set of a study of real models. Default: the hub."""
 
     def __post_init__(self):
         check_positive(self, "seeds", "workers")
         parse_part(self.part)
+        parse_runs(self.runs)
+
+
+def parse_runs(texts: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """parse_runs(("bf16:3",)) is (("bf16", 3),)."""
+    pairs = [text.rpartition(":") for text in texts]
+    for text, (arm, _, seed) in zip(texts, pairs, strict=True):
+        if not (arm and seed.isdecimal()):
+            raise UserError(f"runs must be ARM:SEED, such as bf16:0, got {text}")
+    return tuple((arm, int(seed)) for arm, _, seed in pairs)
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -128,6 +141,7 @@ def _run(arguments: list[str]) -> None:
         arms=options.arms,
         tasks=options.tasks,
         part=parse_part(options.part),
+        only=parse_runs(options.runs),
         files=options.files,
     )
     print(run_study(study, options.out / name, workers=options.workers))

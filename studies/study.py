@@ -172,6 +172,8 @@ class Study:
     run_tasks: tuple[str, ...] = ()
     part: tuple[int, int] = (1, 1)
     """Run the i-th, (i + n)-th, ... of these runs, i from 1: (i, n)."""
+    run_only: tuple[tuple[str, int], ...] = ()
+    """Arms and seeds to run now, in this order; empty: those above."""
     files: Path | None = None
     """Folder of local copies of the model and the data set; None: from the hub."""
 
@@ -201,7 +203,15 @@ class Study:
         return bool({weights[claim.arm], weights[claim.against]} & DRAWN_BY_SEED)
 
     def runs_now(self, jobs: list[Job]) -> list[Job]:
-        """Return the jobs of the selected arms, tasks and part, those of a seed before any of the next."""
+        """Return the jobs of the selected arms, tasks and part, those of a seed before any of the next; or
+        the named jobs in their order."""
+        if only := self.run_only:
+            named = [
+                job
+                for job in jobs
+                if (job.arm, job.seed) in only and job.task in (self.run_tasks or [job.task])
+            ]
+            return sorted(named, key=lambda job: only.index((job.arm, job.seed)))
         first, step = self.part
         arms, tasks = self.run_arms, self.run_tasks
         chosen = [job for job in jobs if (not arms or job.arm in arms) and (not tasks or job.task in tasks)]
@@ -235,21 +245,29 @@ def select(
     arms: tuple[str, ...],
     tasks: tuple[str, ...],
     part: tuple[int, int] = (1, 1),
+    only: tuple[tuple[str, int], ...] = (),
     files: Path | None = None,
 ) -> Study:
     """Return the study restricted to these arms and tasks (empty: all), to seeds 0 to `seeds` - 1 and to a
-    part of these runs; `files` has the model and the data set."""
+    part of these runs, or to `only`, arms and seeds; `files` has the model and the data set."""
     known_tasks, known_arms = [task.name for task in study.tasks], [arm.name for arm in study.arms]
-    for kind, known, names in (("task", known_tasks, tasks), ("arm", known_arms, arms)):
+    for kind, known, names in (
+        ("task", known_tasks, tasks),
+        ("arm", known_arms, (*arms, *(arm for arm, _ in only))),
+    ):
         for name in names:
             if name not in known:
                 raise UserError(f"study {study.name} has no {kind} {name}; there are {', '.join(known)}")
+    known_seeds = {*study.seeds, *study.choice_seeds}
+    if unknown := [f"{arm}:{seed}" for arm, seed in only if seed not in known_seeds]:
+        raise UserError(f"study {study.name} has no run {unknown[0]}; its seeds are {sorted(known_seeds)}")
     return dataclasses.replace(
         study,
         seeds=study.seeds if seeds is None else tuple(range(seeds)),
         run_arms=(study.baseline, *arms) if arms else (),
         run_tasks=tasks,
         part=part,
+        run_only=only,
         files=files,
     )
 

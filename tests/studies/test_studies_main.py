@@ -5,6 +5,7 @@ import pytest
 from qerl.errors import UserError
 from studies import __main__ as cli
 from studies.catalog import STUDIES
+from studies.run import choice_jobs
 from studies.study import select
 
 
@@ -18,6 +19,10 @@ from studies.study import select
         (["run", "growth", "--seeds", "0"], "seeds"),
         (["run", "growth", "--part", "3/2"], "part: 3/2 must be I/N, such as 1/2"),
         (["run", "growth", "--part", "2"], "part: 2 must be I/N"),
+        (["run", "growth", "--runs", "bf16"], "runs must be ARM:SEED, such as bf16:0, got bf16"),
+        (["run", "growth", "--runs", "bf16:x"], "runs must be ARM:SEED"),
+        (["run", "growth", "--runs", "bf61:0"], "no arm bf61; there are bf16"),
+        (["run", "gsm8k", "--runs", "bf16:99"], r"no run bf16:99; its seeds are \[0, 1"),
     ],
 )
 def test_a_mistake_is_named(arguments, part):
@@ -47,3 +52,13 @@ def test_the_parts_of_a_study_are_all_of_its_runs_once(tmp_path):
     found = sorted((job.arm, job.seed) for part in parts for job in part)
     assert found == sorted((job.arm, job.seed) for job in jobs)
     assert all({job.seed for job in part} == set(study.seeds) for part in parts)
+
+
+def test_named_runs_are_run_alone_and_in_their_order(tmp_path):
+    study = select(
+        STUDIES["gsm8k"](), seeds=None, arms=(), tasks=(), only=(("nvfp4", 2), ("bf16", 0), ("full", 1000))
+    )
+    jobs = [study.job(study.tasks[0], a, seed, None, tmp_path) for a in study.arms for seed in study.seeds]
+    assert [(job.arm, job.seed) for job in study.runs_now(jobs)] == [("nvfp4", 2), ("bf16", 0)]
+    trials = choice_jobs(study, tmp_path)
+    assert [job.rate for job in study.runs_now(trials)] == [1e-6, 3e-6, 1e-5]
