@@ -12,6 +12,7 @@ import time
 import pytest
 from agent_episodes import load_tiny, playing
 
+import processes
 from qerl.serve.agents.outcomes import OutcomePipe
 from qerl.serve.agents.parser import EpisodeParser
 from qerl.tasks.rows import prompt
@@ -82,28 +83,13 @@ def threaded(client, row):
     return 1.0
 
 
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(holds, most_s=30):
-    end_s = time.monotonic() + most_s
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("function", [agent, threaded])
 def test_a_forked_child_runs_no_other_episode_and_ends(model, tmp_path, function):
     row = {"do": "fork", "path": str(tmp_path / "pid")}
     with playing(model, function) as play:
         assert failures_of(play(FINE, row, FINE, num_samples=1)) == [None] * 3
-        wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
+        assert processes.has_ended(int((tmp_path / "pid").read_text()))
         assert failures_of(play(FINE)) == [None] * 2
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_run
+from processes import SESSION, all_running
 from qerl.cli import main
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
@@ -64,7 +65,7 @@ class Run:
 
     def processes(self) -> list[int]:
         """Those of its session that still run, itself included."""
-        return [pid for pid in _pids() if _session(pid) == self.pid]
+        return [pid for pid, stat in all_running().items() if int(stat[SESSION]) == self.pid]
 
 
 def start(
@@ -151,16 +152,3 @@ def small_disk(num_bytes: int) -> Iterator[Path]:
 def _metrics(out: Path) -> list[dict[str, object]]:
     lines = list(read_lines(out / "metrics.jsonl"))
     return [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _session(pid: int) -> int | None:
-    """None for one that is gone, or only waits to be reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[3])

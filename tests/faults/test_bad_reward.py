@@ -13,6 +13,7 @@ import pytest
 import tiny_run
 from faults import runs
 from material import group
+from processes import has_ended
 from qerl.config import TaskConfig
 from qerl.tasks import RewardPool
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
@@ -59,20 +60,6 @@ def scored(pool, *texts):
     return pool.score([group(*texts, answer="1")])[0]
 
 
-def is_gone(pid):
-    """It does not run: it is no process, or only waits to be reaped."""
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def test_a_reward_that_eats_memory_gets_an_error_and_not_the_machine(pool):
     def eats(completions):
         held = []
@@ -111,7 +98,7 @@ def test_children_of_a_reward_go_with_it(pool, tmp_path, ends):
         with pytest.raises(Exception, match="over the deadline"):
             scored(one, "x")
     pids = [int(path.name) for path in tmp_path.iterdir()]
-    assert pids and all(is_gone(pid) for pid in pids)
+    assert pids and all(has_ended(pid) for pid in pids)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root, whom the limit does not bind, can become another")

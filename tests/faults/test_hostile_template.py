@@ -6,12 +6,12 @@ import signal
 import stat
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 import tiny_run
 from material import CHATML, tokenizer
+from processes import has_ended, is_running
 from qerl.errors import UserError
 from qerl.tasks import template_process
 from qerl.tasks.rows.prompt import render_chat
@@ -76,7 +76,7 @@ def test_all_renderings_of_a_tokenizer_share_one_process_which_ends_with_it():
     assert len(texts) == 1 and child_of(made) == pid
     del made
     gc.collect()
-    assert not exists(pid)
+    assert not is_running(pid)
 
 
 def test_a_child_that_was_killed_is_replaced():
@@ -99,7 +99,7 @@ def test_a_fork_renders_in_a_child_of_its_own_and_leaves_that_of_the_other(tmp_p
     process = tiny_run.Forked(work)
     stdout, stderr = process.communicate(60)
     assert process.returncode == 0, stderr
-    assert int(stdout) != pid and gone(int(stdout))
+    assert int(stdout) != pid and has_ended(int(stdout))
     assert "2 + 2" in render_chat(made, MESSAGES)[0] and child_of(made) == pid
 
 
@@ -136,7 +136,7 @@ def test_the_child_of_a_killed_process_ends(tmp_path):
         time.sleep(0.01)
     process.kill()
     process.wait()
-    assert gone(int(process.written))
+    assert has_ended(int(process.written))
 
 
 def test_a_rendering_is_that_of_transformers():
@@ -166,18 +166,3 @@ def child_of(made) -> int:
     child = template_process._PROCESSES[made]._child
     assert child is not None
     return child[0].pid
-
-
-def exists(pid: int) -> bool:
-    """True if it runs, and does not only wait to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pid: int) -> bool:
-    end = time.monotonic() + 30
-    while exists(pid) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not exists(pid)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from material import CHATML, END, START, sample, tokenizer
+from processes import PARENT, all_running
 from qerl.config import EnvironmentConfig, EvalConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
@@ -86,8 +87,7 @@ def pool():
 
 def children():
     """Processes that this one has started and that still run."""
-    stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
-    return sum(state != "Z" and int(parent) == os.getpid() for state, parent, *_ in stats)
+    return sum(int(stat[PARENT]) == os.getpid() for stat in all_running().values())
 
 
 def test_reward_workers_are_started_for_reward_functions_alone(pool):

@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 import pytest
 import torch
 
+from processes import comes_true, is_running
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 
 
@@ -30,22 +31,6 @@ def pool():
 
 def causes(outcomes):
     return [outcome.cause if isinstance(outcome, WorkerLost) else outcome for outcome in outcomes]
-
-
-def is_alive(pid: int) -> bool:
-    """True if the process still runs; one that only waits to be reaped does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(holds, within_s=5.0):
-    end = time.monotonic() + within_s
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.02)
-    return holds()
 
 
 def test_outcomes_come_in_the_order_of_items(pool):
@@ -83,7 +68,7 @@ def test_jobs_that_nobody_waited_for_are_no_later_ones_outcomes(pool, tmp_path):
     given_up = workers.begin(deadline_s=100)
     given_up.add([0, 1])
     given_up.poll()
-    assert wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    assert comes_true(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     assert workers.run([5, 6], deadline_s=20) == [5, 6]
     with pytest.raises(AssertionError, match="another batch"):
         given_up.poll()
@@ -175,9 +160,9 @@ def test_a_pool_whose_idle_workers_die_goes_on(pool):
     pids = set(one.run([0] * 8, deadline_s=60))
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: not any(map(is_alive, pids)))
+    assert comes_true(lambda: not any(map(is_running, pids)))
     sockets = [worker.channel.socket for worker in one._workers]
-    assert wait_until(lambda: len(wait(sockets, 0)) == len(sockets))  # the keepers have told
+    assert comes_true(lambda: len(wait(sockets, 0)) == len(sockets))  # the keepers have told
     assert all(isinstance(pid, int) for pid in one.run([0] * 8, deadline_s=60))
 
 
@@ -188,9 +173,9 @@ def test_a_forked_child_that_returns_does_not_become_a_worker(pool, tmp_path):
         return item
 
     assert pool(work, num_workers=1).run([1, 2, 3], deadline_s=60) == [1, 2, 3]
-    assert wait_until(lambda: len(list(tmp_path.iterdir())) == 4)  # the worker, and a child for each item
+    assert comes_true(lambda: len(list(tmp_path.iterdir())) == 4)  # the worker, and a child for each item
     pids = [int(path.name) for path in tmp_path.iterdir()]
-    assert wait_until(lambda: sum(is_alive(pid) for pid in pids) == 1)
+    assert comes_true(lambda: sum(is_running(pid) for pid in pids) == 1)
 
 
 def test_stopping_ends_what_jobs_have_left_behind(pool):
@@ -199,11 +184,11 @@ def test_stopping_ends_what_jobs_have_left_behind(pool):
 
     one = pool(work)
     left = one.run([1, 2], deadline_s=60)
-    assert all(is_alive(pid) for pid in left)
+    assert all(is_running(pid) for pid in left)
     start = time.monotonic()
     one.stop()
     assert time.monotonic() - start < 30  # not the 600 s of what they started
-    assert wait_until(lambda: not any(is_alive(pid) for pid in left))
+    assert comes_true(lambda: not any(is_running(pid) for pid in left))
 
 
 def test_workers_compute_with_one_thread_even_after_the_parent_has_used_several(pool):
@@ -275,13 +260,13 @@ def test_ctrl_c_reaches_the_run_alone_and_the_run_ends_its_workers(parent):
     for pid in pids[:2]:
         os.kill(pid, signal.SIGINT)
     time.sleep(0.2)
-    assert all(is_alive(pid) for pid in pids)
+    assert all(is_running(pid) for pid in pids)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     assert process.stdout.readline() == "stopped\n"
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    assert comes_true(lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_workers_and_what_they_started_die_with_a_parent_that_is_killed(parent):
     process, pids = parent
     process.kill()
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    assert comes_true(lambda: not any(is_running(pid) for pid in pids))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import is_running
 from qerl.config import CodeConfig, TaskConfig
 from qerl.tasks.code import backends, cgroup, runner, sandbox
 from qerl.tasks.code.grade import code
@@ -298,14 +299,6 @@ def programs(group):
     return found
 
 
-def has_ended(pid):
-    """True also of a zombie that nobody has adopted."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
 def test_the_kernel_has_a_program_in_a_group_of_its_own(own_group, backend):
     limits = Limits(30.0, 512 << 20, 1 << 20, backend=backend, cgroup=own_group)
     printed = []
@@ -317,7 +310,7 @@ def test_the_kernel_has_a_program_in_a_group_of_its_own(own_group, backend):
         time.sleep(0.01)
     program.join()
     assert found and printed == ["1\n"]
-    assert all(map(has_ended, found)) and not list(own_group.glob("qerl-code-*"))
+    assert not any(map(is_running, found)) and not list(own_group.glob("qerl-code-*"))
 
 
 def test_the_kernel_kills_what_a_command_leaves_behind(own_group):
@@ -327,7 +320,7 @@ def test_the_kernel_kills_what_a_command_leaves_behind(own_group):
         command = [*join, "setsid", "/bin/sh", "-c", leaves]
         left = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         assert left in (folder / "cgroup.procs").read_text().split()
-    assert not folder.exists() and has_ended(left)
+    assert not folder.exists() and not is_running(left)
 
 
 def test_the_kernel_bounds_memory_and_tasks():

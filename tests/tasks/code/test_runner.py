@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import all_running, comes_true
 from qerl.tasks.code import sandbox
 from qerl.tasks.code.runner import _CHILD, Limits, run_call, run_test, run_with_input
 from qerl.tasks.code.script import read_script
@@ -37,18 +38,14 @@ def raised(statement, setup=""):
 def children() -> int:
     """Processes of this checkout's child.py that still run: Bubblewrap's own name it too."""
     count = 0
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in all_running():
         with contextlib.suppress(OSError):
-            is_child = os.fsencode(_CHILD) in (folder / "cmdline").read_bytes()
-            count += is_child and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            count += os.fsencode(_CHILD) in Path(f"/proc/{pid}/cmdline").read_bytes()
     return count
 
 
 def is_nothing_left() -> bool:
-    end = time.monotonic() + 10
-    while children() and time.monotonic() < end:
-        time.sleep(0.02)
-    return children() == 0
+    return comes_true(lambda: children() == 0, within_s=10)
 
 
 def test_standard_input_goes_in_and_standard_output_comes_out():
