@@ -173,13 +173,33 @@ def test_a_row_without_a_number_bounds_nothing():
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}])
 def test_a_draw_never_waits_for_a_gpu(settings):
-    """A CUDA graph holds it. Tensors on meta have shapes only: what asks for a value fails."""
+    """Tensors on meta have shapes only: what asks for a value fails."""
     logits_BV, uniforms_B = (
         torch.empty(4, 700, device="meta"),
         torch.empty(4, device="meta", dtype=torch.float64),
     )
     tokens_B, logprobs_B = sample_tokens(logits_BV, Sampling(max_tokens=1, **settings), uniforms_B)
     assert tokens_B.shape == logprobs_B.shape == (4,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 40, "top_p": 0.95, "temperature": 0.6}])
+def test_a_cuda_graph_draws_what_the_cpu_draws(settings, rng):
+    sampling = Sampling(max_tokens=1, **settings)
+    rows = [torch.randn(64, 5000, generator=rng) * 3 for _ in range(2)]
+    uniforms_B = torch.rand(64, generator=rng, dtype=torch.float64)
+    logits_BV, numbers_B = rows[0].cuda(), uniforms_B.cuda()
+    sample_tokens(logits_BV, sampling, numbers_B)  # before the recording, as the engine does
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens_B, logprobs_B = sample_tokens(logits_BV, sampling, numbers_B)
+    for each in rows:
+        logits_BV.copy_(each)
+        graph.replay()
+        right_B, right_logprobs_B = sample_tokens(each, sampling, uniforms_B)
+        same_B = tokens_B.cpu() == right_B
+        assert same_B.sum() >= 62  # softmax rounds in another order
+        assert torch.allclose(logprobs_B.cpu()[same_B], right_logprobs_B[same_B], atol=2e-6)
 
 
 def test_settings_that_keep_everything_change_nothing(rng):

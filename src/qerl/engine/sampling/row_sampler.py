@@ -5,9 +5,9 @@
 
 Rows that differ in their temperatures only are sampled on the device alone, so that a burst may have many
 steps and a CUDA graph, one for any mix. If any row is truncated, constrained or reports its most likely
-tokens, a burst is one step: the host must see its tokens. A row's tokens do not depend on the other rows: a
-FusedRowSampler chooses by row who draws it, from the row's own parameters. The randomness of a RowSampler is
-TorchSampler's, and of rows that the kernel draws FusedSampler's.
+tokens, a burst is one step: the host sees its tokens, and top_p waits for the device. A row's tokens do not
+depend on the other rows: a FusedRowSampler chooses by row who draws it, from the row's own parameters. The
+randomness of a RowSampler is TorchSampler's, and of rows that the kernel draws FusedSampler's.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from torch import Tensor
 from qerl.algo.seeds import last_round, mix
 from qerl.engine.sampling.prompt_logprobs import top_tokens
 from qerl.engine.sampling.sampler import Sampler
-from qerl.engine.sampling.token_sampling import finite_temperature, inverse_transform, threshold
+from qerl.engine.sampling.token_sampling import by_sorting, finite_temperature, inverse_transform, threshold
 from qerl.engine.schedule.live_sample import LiveSample
 from qerl.errors import UserError
 from qerl.kernels.attention.decode_state import DecodeState
@@ -102,7 +102,9 @@ class RowSampler(Sampler):
         scaled_MV = logits_MV / self._temperatures_B1[:M]
         for truncation, rows in self._truncations:
             row_logits = scaled_MV[rows]
-            if (lowest := threshold(row_logits, truncation)) is not None:  # None: it keeps all tokens
+            if (
+                lowest := threshold(row_logits, truncation, by_sorting)
+            ) is not None:  # None: it keeps all tokens
                 scaled_MV[rows] = row_logits.masked_fill(row_logits < lowest, -torch.inf)
         p_MV = scaled_MV.softmax(-1)
         tokens_M, logprobs_M = inverse_transform(p_MV, last_round(keys_M, positions_M))

@@ -11,6 +11,7 @@ result depends on that row alone. B is the rows, C the chunks of 256 tokens.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,11 @@ _CHUNK_TOKENS = 256
 _FIRST_CANDIDATES = 64  # enough for top_p in a peaked distribution
 _BITS_OF_ONE = 0x3F800000  # of the float32 1.0
 _MIN_TEMPERATURE = 1e-20  # logits divided by less may overflow
+
+
+Search = Callable[[Tensor, float], Tensor]
+"""Returns the logit at which the sum of the probabilities, largest first, reaches top_p: by_sorting, or
+by_bisection where a step must not wait for the device."""
 
 
 def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +49,8 @@ def score_tokens(logits_BV: Tensor, sampling: Sampling, tokens_B: Tensor) -> Ten
 
 def _probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     scaled_BV = logits_BV if sampling.temperature == 1 else logits_BV / finite_temperature(sampling)
-    threshold_B1 = threshold(scaled_BV, sampling)
+    search = by_sorting if scaled_BV.device.type == "cpu" else by_bisection
+    threshold_B1 = threshold(scaled_BV, sampling, search)
     if threshold_B1 is not None:
         scaled_BV = scaled_BV.masked_fill(scaled_BV < threshold_B1, -torch.inf)
     return scaled_BV.softmax(-1)
@@ -85,38 +92,35 @@ def _first_above(cumulative_BV: Tensor, target_B1: Tensor) -> Tensor:
     return index_B1.clamp(max=cumulative_BV.shape[1] - 1)  # a row of NaNs has no such index
 
 
-def threshold(scaled_BV: Tensor, sampling: Sampling) -> Tensor | None:
+def threshold(scaled_BV: Tensor, sampling: Sampling, search: Search) -> Tensor | None:
     """Return the smallest scaled logit that is kept, [B, 1]; None keeps all."""
     bounds = []
     if sampling.top_k is not None and sampling.top_k < scaled_BV.shape[1]:
         bounds.append(scaled_BV.topk(sampling.top_k, dim=-1).values[:, -1:])
     if sampling.top_p is not None and sampling.top_p < 1:
         kept_BV = scaled_BV.masked_fill(scaled_BV < bounds[0], -torch.inf) if bounds else scaled_BV
-        bounds.append(_nucleus_threshold(kept_BV, sampling.top_p))
+        bounds.append(search(kept_BV, sampling.top_p))
     if sampling.min_p is not None:
         bounds.append(scaled_BV.amax(-1, keepdim=True) + math.log(sampling.min_p))
     return torch.stack(bounds).amax(0) if bounds else None
 
 
-def _nucleus_threshold(scaled_BV: Tensor, top_p: float) -> Tensor:
-    """Return the logit at which the sum of the probabilities, largest first, reaches top_p."""
-    return (by_sorting if scaled_BV.device.type == "cpu" else by_bisection)(scaled_BV, top_p)
-
-
 def by_bisection(scaled_BV: Tensor, top_p: float) -> Tensor:
-    """Return the threshold without waiting for the device, so that a CUDA graph can hold it.
+    """Search without waiting for the device, so that a CUDA graph can hold it.
 
     Bits of numbers from 0 to 1, as integers, have the order of the numbers: 30 halvings find the largest
-    probability p of the row such that those of p and above sum to top_p.
+    probability p of the row such that those of p and above sum to top_p. Logits whose probabilities are equal
+    in float32 tie.
     """
     p_BV = scaled_BV.softmax(-1)
+    padded_BV = F.pad(p_BV, (0, -p_BV.shape[1] % _CHUNK_TOKENS))
+    chunks = len(p_BV), padded_BV.shape[1] // _CHUNK_TOKENS, _CHUNK_TOKENS
     low_B1 = torch.zeros(len(p_BV), 1, dtype=torch.int32, device=p_BV.device)
     high_B1 = torch.full_like(low_B1, _BITS_OF_ONE + 1)
     for _ in range(_BITS_OF_ONE.bit_length()):
         middle_B1 = (low_B1 + high_B1) // 2
-        mass_B1 = torch.where(p_BV >= middle_B1.view(torch.float32), p_BV, 0.0).sum(
-            -1, True, dtype=torch.float64
-        )
+        kept_BCV = torch.where(padded_BV >= middle_B1.view(torch.float32), padded_BV, 0.0).view(chunks)
+        mass_B1 = kept_BCV.sum(-1).double().sum(-1, keepdim=True)  # a sum in float64 would copy all of it
         is_reached_B1 = mass_B1 >= top_p
         low_B1 = torch.where(is_reached_B1, middle_B1, low_B1)
         high_B1 = torch.where(is_reached_B1, high_B1, middle_B1)
@@ -124,7 +128,7 @@ def by_bisection(scaled_BV: Tensor, top_p: float) -> Tensor:
 
 
 def by_sorting(scaled_BV: Tensor, top_p: float) -> Tensor:
-    """Return the threshold from the largest logits, on a CPU the faster way.
+    """Search among the largest logits, the faster way where a step may wait for the device.
 
     The number of candidates grows until every row reaches top_p; it does not change a row's threshold.
     """
