@@ -12,6 +12,7 @@ from qerl.cost.weights import embedding_bytes, weight_bytes
 from qerl.errors import UserError, quantity
 from qerl.learner.plan.clients import clients_bytes, with_clients
 from qerl.learner.plan.memory import (
+    CONTEXT_BYTES,
     USABLE_SHARE,
     MemoryPart,
     can_cache_operands,
@@ -59,15 +60,15 @@ def _before_training(
 
 def _calibration(a: Architecture, model: ModelConfig, gpu_bytes: float) -> float:
     """Return the bytes of model.calibrate gptq, before training: the BF16 model, the quantized one, and what
-    the widest linear needs: its inputs in both models, and five float64 matrices of their products or what
-    the layer computed before it. Of these counts two were fitted to the peaks of a 7B and a 1.5B."""
+    the widest linear needs: its inputs in both models, and five float64 matrices of their products or three
+    results of the layer as wide. These counts were fitted to an H200's peaks of a 7B, a 1.5B and a 0.5B."""
     if model.calibrate == "none":
         return 0.0
     widest = max(linear.in_width for spec, _ in counted_specs(a) for linear in spec.linears)
     weights = weight_bytes(a, "bf16") + weight_bytes(a, model.format)
-    inputs = 2 * planned_tokens(a, gpu_bytes) * (2 * widest + 6 * a.width)
-    work = max(5 * 8 * widest**2, 2 * 2 * planned_tokens(a, gpu_bytes) * widest)
-    return weights + embedding_bytes(a, element_bytes=4) + inputs + work
+    row = 2 * planned_tokens(a, gpu_bytes)  # a number of each token in 16 bits
+    work = row * (2 * widest + 6 * a.width) + max(5 * 8 * widest**2, 3 * row * widest)
+    return weights + embedding_bytes(a, element_bytes=4) + work + CONTEXT_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
