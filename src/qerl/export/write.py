@@ -48,7 +48,7 @@ from qerl.models.quantize.calibration import calibration_tokens, read_calibratio
 from qerl.models.quantize.gptq import FLOAT, GptqSettings, requantize
 from qerl.models.quantize.merge_note import MergeNote, make_note, write_note
 from qerl.models.transformers_backend.backend import backend_of
-from qerl.tracking.progress import work
+from qerl.tracking.progress import print_line, work
 
 _KINDS = {"nvfp4": NVFP4, "mxfp4": MXFP4}
 
@@ -164,9 +164,10 @@ def write_four_bit(
     max_tokens = max_tokens or calibration_tokens(decoder.architecture, device)
     rows = read_calibration(run / "samples.jsonl", tokenizer, max_tokens=max_tokens, device=device)
     settings = four_bit_settings(config.model.format, format)
-    notice = partial(print, f"{format}:", file=sys.stderr)
+    console = Console(stderr=True)
+    notice = partial(print_line, console, name=format)
     try:
-        with work(Console(stderr=True), f"{format}: quantizing") as report:
+        with work(console, f"{format}: quantizing") as report:
             requantize(decoder, rows, settings, notice=notice, report=report)
     except torch.OutOfMemoryError:
         few = f"{max_tokens:,} tokens need more memory than the GPU has free"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from qerl.config import ModelConfig, NoiseConfig, RunConfig
 from qerl.engine.local_engine import LocalEngine
 from qerl.models.device import resolve_device
 from qerl.serve.token_text import TokenBytes
-from qerl.tracking.progress import work
+from qerl.tracking.progress import print_line, work
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 
@@ -43,7 +42,7 @@ def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_a
     config = dataclasses.replace(config, model=resolve_device(model), engine=engine)
     tokenizer, _ = load_tokenizer_and_limit(config)
     checkpoints = Path(source) / "checkpoints" if run is not None and with_adapter else None
-    notice, name = partial(print, file=sys.stderr), f"loading {config.model.path} in {config.model.format}"
-    with work(Console(stderr=True), name, begins=False) as report:
-        engine = load_trained_sampler(config, tokenizer, checkpoints, notice, report)
+    console, name = Console(stderr=True), f"loading {config.model.path} in {config.model.format}"
+    with work(console, name, begins=False) as report:
+        engine = load_trained_sampler(config, tokenizer, checkpoints, partial(print_line, console), report)
     return LoadedModel(engine, engine.max_positions)

@@ -37,7 +37,7 @@ def work(console: Console, name: str, *, begins: bool = True) -> Iterator[Report
         with _bar(console, name) as report:
             yield report
     else:
-        with work_lines(lambda line: _print(console, line), name, begins=begins) as report:
+        with work_lines(lambda line: print_line(console, line), name, begins=begins) as report:
             yield report
 
 
@@ -75,5 +75,7 @@ def _bar(console: Console, name: str) -> Iterator[Report]:
         yield report
 
 
-def _print(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+def print_line(console: Console, line: str, *, name: str = "") -> None:
+    """Print the line as it is, after the name of the work; a bar on the same console moves down for it."""
+    text = f"{name}: {line}" if name else line
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)

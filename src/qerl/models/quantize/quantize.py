@@ -36,7 +36,7 @@ from qerl.models.quantize.kept_linears import (
     within_budget,
 )
 from qerl.models.quantize.quantization_check import TEXT, check_quantization, prompt_probes
-from qerl.tracking.progress import work
+from qerl.tracking.progress import print_line, work
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -100,10 +100,10 @@ def _write_gptq(options: QuantizeOptions) -> None:
         rows = pack_groups(groups, max_tokens=max_tokens, device=device)
     compute = COMPUTE[model.dtype]
     decoder = build_decoder(checkpoint, format="bf16", compute=compute, device=device, resident=False)
-    notice = partial(print, "gptq:", file=sys.stderr)
+    console = Console(stderr=True)
     settings = dataclasses.replace(FLOAT, select_scales=SCALES[options.block_scales])
-    with work(Console(stderr=True), "gptq: quantizing") as report:
-        requantize(decoder, rows, settings, notice=notice, report=report)
+    with work(console, "gptq: quantizing") as report:
+        requantize(decoder, rows, settings, notice=partial(print_line, console, name="gptq"), report=report)
     write_packed(decoder, source, options.out)
 
 
