@@ -68,7 +68,7 @@ class RunOptions:
     out until choice.jsonl has all trials: run the study once more."""
 
     runs: tuple[str, ...] = ()
-    """ARM:SEED ...: run these alone, in this order. Default: those that the options above choose."""
+    """ARM:SEED ...: run these alone, in this order, without --seeds, --arms and --part."""
 
     files: Path | None = None
     """Folder with copies of the model and the data set of a study of real models. Default: the hub."""
@@ -77,6 +77,8 @@ class RunOptions:
         check_positive(self, "seeds", "workers")
         parse_part(self.part)
         parse_runs(self.runs)
+        if self.runs and (self.arms or self.seeds is not None or self.part != "1/1"):
+            raise UserError("runs names all that is run: leave out --seeds, --arms and --part")
 
 
 def parse_runs(texts: tuple[str, ...]) -> tuple[tuple[str, int], ...]:

@@ -50,6 +50,7 @@ def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
     try:
         choice, results = (Results(folder / f"{name}.jsonl") for name in ("choice", "results"))
         trials = choice_jobs(study, folder)
+        _check_named(study, [*trials, *final_jobs(study, folder, best_rates(study, trials, choice))])
         with _pool(workers) as pool:
             execute(study, trials, choice, partial(_outcomes, pool, study, workers))
             jobs = final_jobs(study, folder, best_rates(study, trials, choice))
@@ -57,6 +58,15 @@ def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
         return write_pages(study, folder, results.lines_of(jobs), choice.lines_of(trials))
     finally:
         lock.close()
+
+
+def _check_named(study: Study, jobs: list[Job]) -> None:
+    """Raise UserError if a run was named that is none of these jobs."""
+    known = {(job.arm, job.seed) for job in jobs}
+    for arm, seed in study.run_only:
+        if (arm, seed) not in known:
+            seeds = sorted(number for name, number in known if name == arm)
+            raise UserError(f"study {study.name} cannot run {arm}:{seed} now, of {arm} only seeds {seeds}")
 
 
 def rewrite_pages(study: Study, folder: Path) -> Path:

@@ -258,9 +258,6 @@ def select(
         for name in names:
             if name not in known:
                 raise UserError(f"study {study.name} has no {kind} {name}; there are {', '.join(known)}")
-    known_seeds = {*study.seeds, *study.choice_seeds}
-    if unknown := [f"{arm}:{seed}" for arm, seed in only if seed not in known_seeds]:
-        raise UserError(f"study {study.name} has no run {unknown[0]}; its seeds are {sorted(known_seeds)}")
     return dataclasses.replace(
         study,
         seeds=study.seeds if seeds is None else tuple(range(seeds)),

@@ -22,7 +22,7 @@ from studies.study import select
         (["run", "growth", "--runs", "bf16"], "runs must be ARM:SEED, such as bf16:0, got bf16"),
         (["run", "growth", "--runs", "bf16:x"], "runs must be ARM:SEED"),
         (["run", "growth", "--runs", "bf61:0"], "no arm bf61; there are bf16"),
-        (["run", "gsm8k", "--runs", "bf16:99"], r"no run bf16:99; its seeds are \[0, 1"),
+        (["run", "growth", "--runs", "bf16:0", "--seeds", "1"], "leave out --seeds, --arms and --part"),
     ],
 )
 def test_a_mistake_is_named(arguments, part):
@@ -52,6 +52,16 @@ def test_the_parts_of_a_study_are_all_of_its_runs_once(tmp_path):
     found = sorted((job.arm, job.seed) for part in parts for job in part)
     assert found == sorted((job.arm, job.seed) for job in jobs)
     assert all({job.seed for job in part} == set(study.seeds) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("run", "seeds"), [("bf16:99", r"\[0, 1, .*, 7\]"), ("bf16:1000", r"\[0, "), ("full:0", r"\[1000\]")]
+)
+def test_a_named_run_that_a_study_does_not_have_yet_is_one_line(run, seeds, tmp_path):
+    """A rate of `full` is chosen first, by its trials with seed 1000."""
+    arm = run.partition(":")[0]
+    with pytest.raises(UserError, match=f"study gsm8k cannot run {run} now, of {arm} only seeds {seeds}"):
+        cli.main(["run", "gsm8k", "--runs", run, "--out", str(tmp_path)])
 
 
 def test_named_runs_are_run_alone_and_in_their_order(tmp_path):
