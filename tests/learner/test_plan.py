@@ -27,12 +27,13 @@ from qerl.config import (
     SampleConfig,
 )
 from qerl.cost import activations, operands, weights
+from qerl.cost.calibration import calibration_bytes
 from qerl.errors import UserError
 from qerl.learner import packing
 from qerl.learner.packing import pack
 from qerl.learner.plan import memory as op
 from qerl.learner.plan import report
-from qerl.learner.plan.memory import CONTEXT_BYTES, form_of, microbatch_rows
+from qerl.learner.plan.memory import form_of, microbatch_rows
 from qerl.learner.plan.shapes import read_architecture
 from qerl.models.architecture import Architecture, LayerKind, Rope
 from qerl.models.layer_spec import counted_specs
@@ -545,6 +546,7 @@ def test_the_command_prints_parts_that_add_up(capsys):
     ("arguments", "message"),
     [
         ([], "plan needs one model"),
+        (["qwen2.5-7b", "--gpu-gb", "24", "--model", "qwen2.5-3b"], "plan qwen2.5-7b names the model"),
         (["qwen2.5-9b", "--gpu-gb", "24"], "no shape; did you mean .*qwen2.5-7b"),
         (["qwen2.5-7b", "--gpu-gb", "-1"], "gpu_gb must be positive"),
         (["smollm2-135m", "--gpu-gb", "8", "--sample.max-tokens", "9000"], "8192 positions"),
@@ -569,8 +571,20 @@ def test_calibration_needs_the_bf16_model_once():
 )  # benchmarks/results/calibration, without CUDA's own memory; heads that are not tied
 def test_calibration_is_planned_as_an_h200_measured_it(size, peak_gb):
     a = dataclasses.replace(read_architecture(f"qwen2.5-{size}"), tied_head=False)
-    planned = report._calibration(a, ModelConfig(calibrate="gptq"), 150.1e9) - CONTEXT_BYTES
-    assert planned / 1e9 == pytest.approx(peak_gb, rel=0.05)
+    assert calibration_bytes(a, "nvfp4", 150.1e9) / 1e9 == pytest.approx(peak_gb, rel=0.05)
+
+
+def test_a_recipe_is_planned_with_the_short_options_of_a_run(capsys):
+    command(["plan", "gsm8k_small", "--gpu-gb", "12", "--model", "qwen2.5-1.5b", "--reward", "r.py:f"])
+    assert "qwen2.5-1.5b in nvfp4, 512 samples" in capsys.readouterr().out
+
+
+def test_a_plan_whose_calibration_is_too_large_names_the_run_without_it(capsys):
+    """The command exits with 1 where nothing fits, else prints what does."""
+    with pytest.raises(SystemExit):
+        command(["plan", "qwen2.5-7b", "--gpu", "rtx-4090", "--model.calibrate", "gptq"])
+    text = capsys.readouterr().out
+    assert "does not fit into 25.2 GB" in text and re.search(r"--model.calibrate none +16\.\d+ GB", text)
 
 
 def test_samples_that_do_not_all_fit_at_once_are_planned_as_a_run_samples_them(capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -76,6 +77,16 @@ def test_the_choice_is_told_once_and_stays_with_the_run(files, tmp_path, monkeyp
     (out / CHOICE).write_text('{"calibrate": "awq"}')
     with pytest.raises(UserError, match=r"calibrate\.json: is damaged .*'awq'.*; restore it"):
         read_run_config(str(out))
+
+
+def test_a_gpu_with_too_little_memory_is_not_calibrated_on(files, tmp_path, monkeypatch):
+    model = ModelConfig(path=str(files), calibrate="auto", device="cpu", dtype="fp32")
+    config, said = RunConfig(model=model, out=str(tmp_path), evaluate=EvalConfig(num_prompts=256)), []
+    monkeypatch.setattr(calibration_choice, "measure", lambda *_: FAST)
+    for gpu_bytes, choice in ((1e6, "none"), (1e12, "gptq"), (0.0, "gptq")):  # 0: a CPU
+        monkeypatch.setattr(calibration_choice, "memory_bytes", lambda device, size=gpu_bytes: size)
+        assert calibration_choice.choose(config, said.append) == choice
+    assert re.fullmatch(r"model.calibrate auto: off, calibration needs about \d GB, the GPU has 0", said[0])
 
 
 def test_a_run_whose_calibrated_base_is_gone_is_refused(files, tmp_path):

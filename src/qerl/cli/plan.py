@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from qerl.cli.arguments import announce, names_or_help, parse_options
+from qerl.cli.arguments import announce, expand, names_of, names_or_help, parse_options
 from qerl.cli.dpo import DpoOptions
 from qerl.cli.help import Help
 from qerl.cli.sft import SftOptions, run_config
-from qerl.cli.train import COMMON
+from qerl.cli.train import COMMON, SHORT
 from qerl.config import RunConfig
 from qerl.config.check import check_numbers, check_positive
 from qerl.config.recipes import RECIPES
@@ -23,7 +23,7 @@ DESCRIPTION = f"""{__doc__}
 
 MODEL is a folder, a .gguf file, a hub id, a shape such as qwen2.5-7b, or a recipe, which also sets the
 other fields.
-The fields after --mean-tokens are those of `qerl train`. It exits with 1 if the run does not fit.
+The options after --mean-tokens are those of `qerl train`. It exits with 1 if the run does not fit.
 
   qerl plan sft MODEL, qerl plan dpo MODEL  the same for stored rows, with the options of `qerl sft`, `dpo`"""
 
@@ -52,6 +52,7 @@ HELP = Help(
         "--engine.kv-cache-dtype": "",
         "--model.head-format": "",
     },
+    SHORT,
 )
 
 
@@ -146,13 +147,18 @@ def run(arguments: list[str]) -> None:
     if len(names) != 1:
         example = "qerl plan qwen2.5-7b --gpu rtx-4090, or --gpu-gb GB"
         raise UserError(f"plan needs one model, shape or recipe: {example}")
-    default = PlanOptions(run=RECIPES[names[0]]()) if names[0] in RECIPES else PlanOptions()
+    is_recipe, arguments = names[0] in RECIPES, expand(arguments, SHORT)
+    require(
+        is_recipe or "--model.path" not in names_of(arguments),
+        f"plan {names[0]} names the model; give --model to a recipe",
+    )
+    default = PlanOptions(run=RECIPES[names[0]]()) if is_recipe else PlanOptions()
     options = parse_options(PlanOptions, arguments, f"plan {names[0]}", default, HELP)
     announce(f"plan {names[0]}: {options.run.model.format}", sys.stderr)
     from qerl.learner.plan.report import format_plan
     from qerl.learner.plan.shapes import check_name
 
-    model = options.run.model.path if names[0] in RECIPES else names[0]
+    model = options.run.model.path if is_recipe else names[0]
     check_name(model)  # before the GPU: a wrong name is the first error
     gpu, gpu_gb = _gpu(options.gpu, options.gpu_gb)
     lengths = {"prompt_tokens": options.prompt_tokens, "mean_tokens": options.mean_tokens}

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.config import ModelConfig, RunConfig
 from qerl.config.stored import BASE, chosen_calibration, with_stored_base
 from qerl.engine.paged_engine import PagedEngine
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 from qerl.kernels.runtime.gpu_memory import peak_bytes, reset_peaks
 from qerl.learner.distributed import Ranks
 from qerl.models.checkpoint.encoding import SCALES
@@ -95,7 +95,13 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
         notice(note["line"])
         return
     notice(f"{name}: quantizing {model.path}")
-    _calibrate(config, base, tokenizer, task, max_tokens, notice)
+    try:
+        _calibrate(config, base, tokenizer, task, max_tokens, notice)
+    except torch.OutOfMemoryError:
+        raise RunError(
+            f"{name}: needs more memory than the GPU has free (`qerl plan` says how much); set"
+            " --model.calibrate none, or give a model that `qerl quantize --calibrate gptq` wrote elsewhere"
+        ) from None
     calibration_cache.store(key, base, notice)
 
 

@@ -1,4 +1,5 @@
-"""Decide whether `model.calibrate auto` calibrates: where it takes less time than the first evaluation would.
+"""Decide whether `model.calibrate auto` calibrates: where it takes less time than the first evaluation would,
+and no more memory than the GPU has.
 
     calibration   sample `calibration_tokens` of the float model, then round: sum over linears of N K^2 steps
     evaluation    two samples of each held-out problem, one of them greedy
@@ -18,7 +19,9 @@ import torch
 
 from qerl.config import RunConfig
 from qerl.config.stored import CHOICE
+from qerl.cost.calibration import calibration_bytes
 from qerl.cost.weights import weight_bytes
+from qerl.kernels.runtime.gpu_memory import memory_bytes
 from qerl.models.architecture import Architecture
 from qerl.models.checkpoint.source import layout_of, locate
 from qerl.models.checkpoint.state_dict import architecture_of
@@ -63,16 +66,24 @@ def obstacle(config: RunConfig) -> str | None:
 
 def choose(config: RunConfig, notice: Callable[[str], None]) -> str:
     """Return "gptq" or "none", store it in the run's folder, and say why in one line."""
-    reason, choice = obstacle(config), "none"
-    if reason is None:
-        architecture = architecture_of(locate(config.model.path).open())
-        rates = measure(torch.device(config.model.device), COMPUTE[config.model.dtype], _running(config))
-        calibration_s, evaluation_s = estimates(architecture, config, rates)
-        choice = "gptq" if calibration_s < evaluation_s else "none"
-        reason = f"calibration takes about {calibration_s:,.0f} s, the first evaluation {evaluation_s:,.0f} s"
+    reason = obstacle(config)
+    choice, reason = ("none", reason) if reason else _by_estimate(config)
     notice(f"model.calibrate auto: {'on' if choice == 'gptq' else 'off'}, {reason}")
     write_atomic(Path(config.out) / CHOICE, encode({"calibrate": choice, "reason": reason}))
     return choice
+
+
+def _by_estimate(config: RunConfig) -> tuple[str, str]:
+    """Return the choice by memory and time, and its reason."""
+    a, device = architecture_of(locate(config.model.path).open()), torch.device(config.model.device)
+    gpu_bytes = memory_bytes(device)  # 0 on a CPU
+    need = calibration_bytes(a, config.model.format, gpu_bytes)
+    if 0 < gpu_bytes < need:
+        return "none", f"calibration needs about {need / 1e9:.0f} GB, the GPU has {gpu_bytes / 1e9:.0f}"
+    rates = measure(device, COMPUTE[config.model.dtype], _running(config))
+    calibration_s, evaluation_s = estimates(a, config, rates)
+    reason = f"calibration takes about {calibration_s:,.0f} s, the first evaluation {evaluation_s:,.0f} s"
+    return "gptq" if calibration_s < evaluation_s else "none", reason
 
 
 def estimates(a: Architecture, config: RunConfig, rates: Rates) -> tuple[float, float]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from qerl.config import ModelConfig, RunConfig
+from qerl.config import RunConfig
+from qerl.cost.calibration import calibration_bytes
 from qerl.cost.operands import operand_cache_bytes
-from qerl.cost.weights import embedding_bytes, weight_bytes
 from qerl.errors import UserError, quantity
 from qerl.learner.plan.clients import clients_bytes, with_clients
 from qerl.learner.plan.memory import (
@@ -31,8 +31,6 @@ from qerl.learner.plan.memory import (
 from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import counted_specs
-from qerl.models.quantize.calibration import planned_tokens
 
 KERNEL_NAMES = {
     "hopper": "Hopper kernels",
@@ -52,23 +50,13 @@ def _before_training(
     a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float
 ) -> dict[str, float]:
     """Return the peaks in bytes of what is done before training, 0 where it is not."""
+    model, calibration = config.model, 0.0
+    if model.calibrate != "none":
+        calibration = calibration_bytes(a, model.format, gpu_bytes) + CONTEXT_BYTES
     return {
-        f"calibration in BF16, {config.model.block_scales} scales": _calibration(a, config.model, gpu_bytes),
+        f"calibration in BF16, {model.block_scales} scales": calibration,
         "evaluation in BF16": float_evaluation_bytes(a, config, prompt_tokens),
     }
-
-
-def _calibration(a: Architecture, model: ModelConfig, gpu_bytes: float) -> float:
-    """Return the bytes of model.calibrate gptq, before training: the BF16 model, the quantized one, and what
-    the widest linear needs: its inputs in both models, and five float64 matrices of their products or three
-    results of the layer as wide. These counts were fitted to an H200's peaks of a 7B, a 1.5B and a 0.5B."""
-    if model.calibrate == "none":
-        return 0.0
-    widest = max(linear.in_width for spec, _ in counted_specs(a) for linear in spec.linears)
-    weights = weight_bytes(a, "bf16") + weight_bytes(a, model.format)
-    row = 2 * planned_tokens(a, gpu_bytes)  # a number of each token in 16 bits
-    work = row * (2 * widest + 6 * a.width) + max(5 * 8 * widest**2, 3 * row * widest)
-    return weights + embedding_bytes(a, element_bytes=4) + work + CONTEXT_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,13 +111,19 @@ def options_that_fit(
     return lines
 
 
+_NOT_CALIBRATED = "model", "calibrate", "none"
 LAYER = "learn", "gradient_checkpointing", "layer"
 OFFLOAD = "learn", "gradient_checkpointing", "offload"
 MICROBATCH, _FP8_CACHE = ("learn", "max_tokens_per_microbatch", 2048), ("engine", "kv_cache_dtype", "fp8")
-_OPTION_SETS = (
+_TRAINING_SETS = (
     *((one,) for one in (LAYER, OFFLOAD, MICROBATCH, _FP8_CACHE)),
     *((one, other) for one in (LAYER, OFFLOAD) for other in (MICROBATCH, _FP8_CACHE)),
     (OFFLOAD, MICROBATCH, _FP8_CACHE),
+)
+_OPTION_SETS = (
+    (_NOT_CALIBRATED,),
+    *_TRAINING_SETS,
+    *((_NOT_CALIBRATED, *options) for options in _TRAINING_SETS),
 )
 
 
