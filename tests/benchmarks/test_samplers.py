@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from benchmarks import samplers
+from processes import is_running
 from qerl.errors import RunError, UserError
-from tasks.test_worker_pool import is_alive
 
 RUN = """\
 import subprocess, sys, time
@@ -91,7 +91,7 @@ def test_a_run_that_hangs_may_end_what_has_a_session_of_its_own(tmp_path):
     script.write_text(PARENT)
     with pytest.raises(RunError, match="out did not end"):
         samplers.run([sys.executable, str(script), str(pid)], tmp_path / "out", kill_after=None, timeout_s=1)
-    assert not is_alive(int(pid.read_text()))
+    assert not is_running(int(pid.read_text()))
 
 
 def test_figures_leave_out_the_first_steps_and_the_one_that_lost_a_worker():

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_run
@@ -15,7 +16,7 @@ from qerl import training
 from qerl.config import ModelConfig
 from qerl.config.options import ExportOptions, QuantizeOptions
 from qerl.config.stored import read_run_config, with_stored_base
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 from qerl.export import export
 from qerl.learner.distributed import Ranks
 from qerl.learner.plan.memory import with_fields
@@ -174,6 +175,17 @@ def test_a_cache_that_cannot_be_written_is_a_notice(merged, tmp_path, cache):
     cache.write_text("a file")
     files, notices = calibrated(config, path, tmp_path / "a")
     assert "model.safetensors" in files and "the calibrated model is not cached" in notices[-1]
+
+
+def test_a_gpu_that_runs_out_of_memory_is_one_line(merged, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError
+
+    config, path = merged
+    monkeypatch.setattr(training.calibrated, "requantize", full)
+    with pytest.raises(RunError, match=r"model.calibrate gptq: needs more memory .* --model.calibrate none"):
+        calibrated(config, path, tmp_path / "a")
+    assert not (tmp_path / "a" / "base").exists()
 
 
 def with_larger_weights(file):
