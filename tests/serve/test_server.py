@@ -260,7 +260,7 @@ def under_nohup():
 def test_running_requests_are_complete_after_a_hang_up_or_sigterm(folder, number, tmp_path):
     is_told, pool = tmp_path / "told", concurrent.futures.ThreadPoolExecutor(1)
     with slow_server(folder, held_until=is_told) as (server, address), pool:
-        reply = pool.submit(long_request, address, 60)
+        reply = pool.submit(long_request, address, 8)  # is held; then it has 5 s
         parts.wait_for(lambda: running(address))
         server.send_signal(number)
         is_told.touch()
