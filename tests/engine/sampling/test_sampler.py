@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from engine.parts import prompts_of
@@ -47,6 +48,11 @@ def test_a_row_without_finite_logits_ends():
     state = state_of([3, 4], [10, 10])
     state.advance(torch.tensor([1, 2]), torch.tensor([torch.nan, -1.0]), NONE)
     assert state.positions_B.tolist() == [-1, 5, -1] and state.drawn_logprobs_WB[0, 0].isnan()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_no_draw_of_a_whole_batch_stays_out_of_a_graph(sampling):
+    assert TorchSampler(tiny(), Sampling(max_tokens=1, **sampling), NONE).is_capturable
 
 
 def test_prompts_have_their_own_randomness():
