@@ -50,7 +50,8 @@ def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
     try:
         choice, results = (Results(folder / f"{name}.jsonl") for name in ("choice", "results"))
         trials = choice_jobs(study, folder)
-        _check_named(study, [*trials, *final_jobs(study, folder, best_rates(study, trials, choice))])
+        if study.run_only:
+            _check_named(study, [*trials, *final_jobs(study, folder, best_rates(study, trials, choice))])
         with _pool(workers) as pool:
             execute(study, trials, choice, partial(_outcomes, pool, study, workers))
             jobs = final_jobs(study, folder, best_rates(study, trials, choice))

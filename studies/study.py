@@ -205,16 +205,13 @@ class Study:
     def runs_now(self, jobs: list[Job]) -> list[Job]:
         """Return the jobs of the selected arms, tasks and part, those of a seed before any of the next; or
         the named jobs in their order."""
-        if only := self.run_only:
-            named = [
-                job
-                for job in jobs
-                if (job.arm, job.seed) in only and job.task in (self.run_tasks or [job.task])
-            ]
+        arms, tasks, only = self.run_arms, self.run_tasks, self.run_only
+        chosen = [job for job in jobs if not tasks or job.task in tasks]
+        if only:
+            named = (job for job in chosen if (job.arm, job.seed) in only)
             return sorted(named, key=lambda job: only.index((job.arm, job.seed)))
         first, step = self.part
-        arms, tasks = self.run_arms, self.run_tasks
-        chosen = [job for job in jobs if (not arms or job.arm in arms) and (not tasks or job.task in tasks)]
+        chosen = [job for job in chosen if not arms or job.arm in arms]
         return sorted(chosen, key=lambda job: job.seed)[first - 1 :: step]
 
     def rates_of(self, arm: Arm) -> tuple[float, ...]:

@@ -114,7 +114,8 @@ def _calibrate(
     notice: Callable[[str], None],
 ) -> None:
     model, source, begin = config.model, locate(config.model.path), time.perf_counter()
-    checkpoint, name = source.open(torch.device(model.device)), "model.calibrate gptq"
+    device, name = torch.device(model.device), "model.calibrate gptq"
+    checkpoint = source.open(device)
     resident = model.operand == "resident"
     sampler = float_decoder(checkpoint, COMPUTE[model.dtype], model.device, resident=resident)
     loaded_s = time.perf_counter()
@@ -123,7 +124,6 @@ def _calibrate(
     groups, stats, num_calls = sample_groups(config, engine, task, max_tokens)
     sampled_s = time.perf_counter()
     del engine  # and its cache
-    device = torch.device(model.device)
     if on_gpu := device.type == "cuda":
         reset_peaks(device)
     rows = pack_groups(groups, max_tokens=max_tokens, device=device)

@@ -102,9 +102,8 @@ class RowSampler(Sampler):
         scaled_MV = logits_MV / self._temperatures_B1[:M]
         for truncation, rows in self._truncations:
             row_logits = scaled_MV[rows]
-            if (
-                lowest := threshold(row_logits, truncation, by_sorting)
-            ) is not None:  # None: it keeps all tokens
+            lowest = threshold(row_logits, truncation, by_sorting)
+            if lowest is not None:  # None: it keeps all tokens
                 scaled_MV[rows] = row_logits.masked_fill(row_logits < lowest, -torch.inf)
         p_MV = scaled_MV.softmax(-1)
         tokens_M, logprobs_M = inverse_transform(p_MV, last_round(keys_M, positions_M))

@@ -68,9 +68,7 @@ def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
 
 def inverse_transform(p_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return (tokens_B, logprobs_B): the token at which the cumulative sum of p exceeds u times the total."""
-    vocab_size = p_BV.shape[1]
-    padded_BV = F.pad(p_BV, (0, -vocab_size % _CHUNK_TOKENS)) if vocab_size % _CHUNK_TOKENS else p_BV
-    chunks_BCV = padded_BV.view(len(p_BV), -1, _CHUNK_TOKENS)
+    chunks_BCV = _in_chunks(p_BV)
     ends_BC = chunks_BCV.sum(-1).double().cumsum(-1)
     target_B1 = uniforms_B[:, None] * ends_BC[:, -1:]
     chunk_B1 = _first_above(ends_BC, target_B1)
@@ -78,7 +76,14 @@ def inverse_transform(p_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]
     rows_B = torch.arange(len(p_BV), device=p_BV.device)
     inner_BV = chunks_BCV[rows_B, chunk_B1[:, 0]].double().cumsum(-1)
     tokens_B1 = chunk_B1 * _CHUNK_TOKENS + _first_above(inner_BV, target_B1 - before_B1)
-    return tokens_B1[:, 0], padded_BV.gather(1, tokens_B1)[:, 0].log()
+    return tokens_B1[:, 0], chunks_BCV.flatten(1).gather(1, tokens_B1)[:, 0].log()
+
+
+def _in_chunks(p_BV: Tensor) -> Tensor:
+    """Return p padded with zeros, [B, C, 256]."""
+    vocab_size = p_BV.shape[1]
+    padded_BV = F.pad(p_BV, (0, -vocab_size % _CHUNK_TOKENS)) if vocab_size % _CHUNK_TOKENS else p_BV
+    return padded_BV.view(len(p_BV), padded_BV.shape[1] // _CHUNK_TOKENS, _CHUNK_TOKENS)
 
 
 def _first_above(cumulative_BV: Tensor, target_B1: Tensor) -> Tensor:
@@ -113,13 +118,12 @@ def by_bisection(scaled_BV: Tensor, top_p: float) -> Tensor:
     in float32 tie.
     """
     p_BV = scaled_BV.softmax(-1)
-    padded_BV = F.pad(p_BV, (0, -p_BV.shape[1] % _CHUNK_TOKENS))
-    chunks = len(p_BV), padded_BV.shape[1] // _CHUNK_TOKENS, _CHUNK_TOKENS
+    chunks_BCV = _in_chunks(p_BV)
     low_B1 = torch.zeros(len(p_BV), 1, dtype=torch.int32, device=p_BV.device)
     high_B1 = torch.full_like(low_B1, _BITS_OF_ONE + 1)
     for _ in range(_BITS_OF_ONE.bit_length()):
         middle_B1 = (low_B1 + high_B1) // 2
-        kept_BCV = torch.where(padded_BV >= middle_B1.view(torch.float32), padded_BV, 0.0).view(chunks)
+        kept_BCV = torch.where(chunks_BCV >= middle_B1.view(torch.float32)[:, :, None], chunks_BCV, 0.0)
         mass_B1 = kept_BCV.sum(-1).double().sum(-1, keepdim=True)  # a sum in float64 would copy all of it
         is_reached_B1 = mass_B1 >= top_p
         low_B1 = torch.where(is_reached_B1, middle_B1, low_B1)

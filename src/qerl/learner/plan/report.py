@@ -96,7 +96,7 @@ def options_that_fit(
     prompt_tokens = lengths[0]
     lines: list[str] = []
     sufficient: list[tuple[Any, ...]] = []
-    for options in _OPTION_SETS:
+    for options in _TRAINING_SETS if config.model.calibrate == "none" else _CALIBRATED_SETS:
         if any(set(fewer) <= set(options) for fewer in sufficient):
             continue
         changed = config
@@ -120,7 +120,7 @@ _TRAINING_SETS = (
     *((one, other) for one in (LAYER, OFFLOAD) for other in (MICROBATCH, _FP8_CACHE)),
     (OFFLOAD, MICROBATCH, _FP8_CACHE),
 )
-_OPTION_SETS = (
+_CALIBRATED_SETS = (
     (_NOT_CALIBRATED,),
     *_TRAINING_SETS,
     *((_NOT_CALIBRATED, *options) for options in _TRAINING_SETS),
