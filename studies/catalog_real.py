@@ -153,7 +153,12 @@ _MAIN = (
 _FULL = Arm(
     name="full",
     about="full fine-tuning in BF16",
-    fields={**_PLAIN, "model.format": "bf16", "adapter.kind": "full"},
+    fields={
+        **_PLAIN,
+        "model.format": "bf16",
+        "adapter.kind": "full",
+        "checkpoint.every": BASE.num_steps,  # 16 GB each
+    },
     rates=_FULL_RATES,
 )
 
