@@ -47,12 +47,12 @@ def _rise(key: str, lines: Sequence[Line]) -> str:
 
 
 def curve_table(study: Study, lines: Sequence[Line]) -> str:
-    """Return the points of the picture's curve for every arm that was run: mean and standard
+    """Return the points of the picture's curve for each tabled arm that was run: mean and standard
     deviation over seeds."""
     assert study.picture is not None
-    curve = study.picture.curve
+    curve, tabled = study.picture.curve, study.picture.tabled
     heads, points = [curve.x_label], list[dict[float, Estimate]]()
-    for arm in study.arms:
+    for arm in (arm for arm in study.arms if arm.name in tabled):
         if of_arm := [line for line in lines if line["arm"] == arm.name]:
             heads.append(f"{arm.about}, n = {len(of_arm)}")
             points.append(dict(bands(of_arm, curve)))

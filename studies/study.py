@@ -76,6 +76,8 @@ class Picture:
 
     curve: Curve
     arms: tuple[str, ...]
+    tabled: tuple[str, ...]
+    """Arms of the table of its points, curve.md."""
     title: str
     x_title: str
 
@@ -183,7 +185,7 @@ class Study:
         metrics = {metric.key for metric in self.metrics}
         assert len(set(names)) == len(names), f"two arms of {self.name} have the same name"
         assert used <= set(names), f"{self.name} has no arms {used - set(names)}, but compares them"
-        assert self.picture is None or set(self.picture.arms) <= set(names), self.picture
+        assert self.picture is None or {*self.picture.arms, *self.picture.tabled} <= set(names), self.picture
         assert {claim.metric for claim in self.claims} <= metrics, (
             f"{self.name}: the page does not show the metric of a claim"
         )
