@@ -63,6 +63,7 @@ def _on_gsm8k(
         seeds=_SEEDS,
         caveat=_FEW,
         picture=None,
+        takes_from=base.name,
         reproduces="",
     )
 
@@ -197,7 +198,10 @@ def _with_sets(study: Study, sets: tuple[HeldOut, ...], titles: dict[str, str]) 
         if metric.key in {each.key for each in TRAINING_METRICS} | {"train_s", "peak_gb"}
     ]
     return dataclasses.replace(
-        study, measure=partial(train_and_answer, sets=sets), metrics=(*metrics, *kept, *_COMPARED)
+        study,
+        measure=partial(train_and_answer, sets=sets),
+        metrics=(*metrics, *kept, *_COMPARED),
+        takes_from="",
     )
 
 

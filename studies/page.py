@@ -27,7 +27,7 @@ def write_pages(study: Study, folder: Path, lines: Sequence[Line], trials: Seque
     """Write the files above; return the path of index.html."""
     judged = judge(study, lines)
     rows = table(study, lines, study.metrics[0].key)
-    origin = _origin(lines, trials)
+    origin = _origin(study, lines, trials)
     write_atomic(
         folder / "summary.md",
         verdict.summary(study, judged, rows, origin, costs.markdown(study, lines)).encode(),
@@ -256,7 +256,12 @@ def _arms(study: Study) -> str:
     return f"<table><thead><tr><th>arm</th><th></th><th>fields</th></tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _origin(lines: Sequence[Line], trials: Sequence[Line]) -> str:
+def _taken(study: Study, lines: Sequence[Line]) -> str:
+    taken = sum(line["study"] != study.name for line in lines)
+    return f" {taken} of them are runs of the study {study.takes_from}." if taken else ""
+
+
+def _origin(study: Study, lines: Sequence[Line], trials: Sequence[Line]) -> str:
     summary = facts([*lines, *trials])
     if not summary["runs"]:
         return "No run is complete."
@@ -265,5 +270,5 @@ def _origin(lines: Sequence[Line], trials: Sequence[Line]) -> str:
     differed = " (+: with uncommitted changes)" if "+" in commits else ""
     return (
         f"{summary['runs']} runs, {clock(summary['seconds'])} in total, {workers} at the same time on one"
-        f" device: {', '.join(summary['devices'])}; commits {commits}{differed}."
+        f" device: {', '.join(summary['devices'])}; commits {commits}{differed}.{_taken(study, lines)}"
     )

@@ -6,7 +6,8 @@
 
 workers is the number of runs at the same time on the line's device: its seconds depend on it.
 The file is rewritten in the study's own order whenever a run ends, so it does not depend on which run ends
-first. A resumed study starts from it; a line whose config differs from the study's is refused.
+first. A resumed study starts from it; a line whose config differs from the study's is refused. A line taken
+from another study (`Study.takes_from`) has that study's name.
 """
 
 import json
@@ -56,6 +57,13 @@ class Results:
     def lines_of(self, jobs: list[Job]) -> list[Line]:
         """Return the existing lines in the order of the jobs."""
         return [line for job in jobs if (line := self.of(job)) is not None]
+
+    def take(self, other: "Results", jobs: list[Job]) -> None:
+        """Add the other study's lines of these jobs' configs where there is none. They keep its name."""
+        by_digest = {line["digest"]: line for line in other._lines.values()}
+        for job in jobs:
+            if self.of(job) is None and (line := by_digest.get(job.digest)):
+                self.add(job, {**line, "task": job.task, "arm": job.arm}, jobs)
 
     def add(self, job: Job, line: Line, jobs: list[Job]) -> None:
         """Add a line and rewrite the file: the lines of these jobs in their order, then all others."""

@@ -55,6 +55,8 @@ def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
         with _pool(workers) as pool:
             execute(study, trials, choice, partial(_outcomes, pool, study, workers))
             jobs = final_jobs(study, folder, best_rates(study, trials, choice))
+            if study.takes_from:
+                results.take(Results(folder.parent / study.takes_from / results.path.name), jobs)
             execute(study, jobs, results, partial(_outcomes, pool, study, workers))
         return write_pages(study, folder, results.lines_of(jobs), choice.lines_of(trials))
     finally:

@@ -162,6 +162,8 @@ class Study:
     caveat: str = ""
     """Limit of the verdicts, to state above them."""
     picture: Picture | None = None
+    takes_from: str = ""
+    """Study beside this one, with the same `measure`: its runs of an equal config are taken, not repeated."""
     reproduces: str = ""
     """Work whose claims are tested, but for those that are `is_own`; empty if all are ours. One of its claims
     that is supported is "reproduced"."""

@@ -166,3 +166,19 @@ def test_the_mismatch_of_a_run_is_the_mean_of_its_steps():
     lines = [common | {"seed": seed, "curve": curve[seed:]} for seed in (0, 1)]
     assert values_of(lines, "mismatch_kl") == {("t", "a"): {0: pytest.approx(0.25), 1: 0.4}}
     assert values_of(lines, "rollout_s") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("gsm8k_noise", {"none": "nvfp4", "sigma-x1": "nvfp4+aqn"}),
+        ("gsm8k_rank", {"bf16-r32-x1": "bf16", "nvfp4-r32-x1": "nvfp4"}),
+        ("gsm8k_systems", {"bf16": "bf16", "nvfp4": "nvfp4", "nvfp4+aqn": "nvfp4+aqn"}),
+    ],
+)
+def test_runs_of_gsm8k_small_serve_the_studies_of_its_model(name, taken, tmp_path):
+    study, lender = STUDIES[name](), REAL_STUDIES["gsm8k_small"]()
+    assert study.takes_from == lender.name and study.measure is lender.measure
+    arms = {lender.job(lender.tasks[0], arm, 0, None, tmp_path).digest: arm.name for arm in lender.arms}
+    jobs = [study.job(study.tasks[0], arm, 0, None, tmp_path) for arm in study.arms]
+    assert {job.arm: arms[job.digest] for job in jobs if job.digest in arms} == taken

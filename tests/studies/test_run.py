@@ -1,9 +1,11 @@
 """A study from its definition to its page, with a tiny model on the CPU; a kill changes nothing of it."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import time
 from collections import Counter
@@ -18,7 +20,7 @@ from qerl.errors import UserError
 from qerl.tracking import is_timing
 from studies.results import Results
 from studies.run import best_rates, choice_jobs, execute, final_jobs, run_study
-from studies.study import select
+from studies.study import Arm, select, with_fields
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,25 @@ def test_notes_of_a_line_stand_where_its_figure_is_shown(files, tmp_path, capsys
     execute(study, [job], Results(tmp_path / "results.jsonl"), lambda jobs: iter([(jobs[0], line)]))
     assert capsys.readouterr().err.endswith(f"{study.metrics[0].key} 0.25 (3 s); 2 of 9 failed\n")
     assert lines(tmp_path)[0]["notes"] == ["2 of 9 failed"]
+
+
+def test_runs_that_another_study_has_are_taken_and_the_page_says_so(files, unbroken, tmp_path, monkeypatch):
+    shutil.copytree(unbroken, tmp_path / "tiny", ignore=shutil.ignore_patterns("runs"))
+    of_bf16 = lines(unbroken)[:2]
+    tiny = tiny_study.make(files)
+    base = with_fields(tiny.base, {"learn.learning_rate": of_bf16[0]["learning_rate"]})
+    plain = dataclasses.replace(tiny.arms[0], name="plain")
+    arms = plain, Arm(name="noisy", fields={"noise.schedule": "linear"})
+    study = dataclasses.replace(
+        tiny, name="more", takes_from="tiny", base=base, rates=(), arms=arms, baseline="plain", claims=()
+    )
+    missing = []
+    monkeypatch.setattr(run_module, "_outcomes", lambda *given: iter(missing.extend(given[-1]) or ()))
+    run_study(study, tmp_path / "more")
+    assert lines(tmp_path / "more") == [{**line, "arm": "plain"} for line in of_bf16]
+    assert [(job.arm, job.seed) for job in missing] == [("noisy", 0), ("noisy", 1)]
+    assert "2 of them are runs of the study tiny." in (tmp_path / "more" / "index.html").read_text()
+    assert "of them are runs" not in (unbroken / "index.html").read_text()
 
 
 @pytest.mark.slow
