@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import subprocess
 import sys
 
@@ -17,6 +18,27 @@ from qerl.models.peft.adapter import adapter_tensors
 
 SMALL = {"adapter": AdapterConfig(rank=4), "sample": SampleConfig(max_tokens=5), "max_prompt_tokens": 40}
 LEARN = LearnConfig(learning_rate=0.01, warmup_ratio=0.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than libgomp there")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "1000"),
+        ({"GOMP_SPINCOUNT": "77"}, "77"),
+        ({"OMP_WAIT_POLICY": "passive"}, "0"),
+    ],
+)
+def test_torch_s_threads_wait_awake_for_microseconds_or_as_the_user_says(given, said):
+    """libgomp itself says what it has read."""
+    names = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env |= {"OMP_DISPLAY_ENV": "verbose", **given}
+    found = subprocess.run(
+        [sys.executable, "-c", "import qerl, torch"], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    assert f"GOMP_SPINCOUNT = '{said}'" in found.stderr
 
 
 @pytest.fixture(scope="module")

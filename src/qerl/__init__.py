@@ -1,6 +1,7 @@
 """Train large language models with reinforcement learning on a single GPU, or on a CPU."""
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,10 @@ _MODULES = {
     "qerl.tasks.scoring": ("batch_reward", "group_reward"),
     "qerl.api": ("Policy", "PolicyLearner", "load"),
 }
+if "OMP_WAIT_POLICY" not in os.environ:
+    # torch's threads then wait for each other awake for microseconds, not milliseconds. Beside programs that
+    # use all cores a step on a CPU takes a tenth of the time; on idle ones the same. libgomp reads it once.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:

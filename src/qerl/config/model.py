@@ -70,6 +70,11 @@ class ModelConfig:
         check_conflicts(self, "model")
 
     @property
+    def loading(self) -> str:
+        """What a line or a bar of progress calls the loading of the model."""
+        return f"loading {self.path} in {self.format}"
+
+    @property
     def block_scales(self) -> Literal["plain", "mse"]:
         """model.scales, with auto replaced."""
         return chosen_scales(self.scales, uses_gptq=self.calibrate != "none")

@@ -104,7 +104,7 @@ def _load(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, adapters: Path | None, console: Console
 ) -> LocalEngine:
     notice = partial(console.print, markup=False, highlight=False)
-    with work(console, f"loading {config.model.path} in {config.model.format}") as report:
+    with work(console, config.model.loading) as report:
         return load_trained_sampler(config, tokenizer, adapters, notice, report)
 
 

@@ -192,7 +192,7 @@ def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Deco
 def load_fp32_base(config: RunConfig, device: torch.device) -> Decoder:
     """Load the run's model, in the run's format."""
     model = config.model
-    with work(Console(stderr=True), f"loading {model.path} in {model.format}") as report:
+    with work(Console(stderr=True), model.loading) as report:
         return build_decoder(
             locate(model.path).open(device),
             format=model.format,

@@ -42,7 +42,7 @@ def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_a
     config = dataclasses.replace(config, model=resolve_device(model), engine=engine)
     tokenizer, _ = load_tokenizer_and_limit(config)
     checkpoints = Path(source) / "checkpoints" if run is not None and with_adapter else None
-    console, name = Console(stderr=True), f"loading {config.model.path} in {config.model.format}"
-    with work(console, name, begins=False) as report:
+    console = Console(stderr=True)
+    with work(console, config.model.loading, begins=False) as report:
         engine = load_trained_sampler(config, tokenizer, checkpoints, partial(print_line, console), report)
     return LoadedModel(engine, engine.max_positions)

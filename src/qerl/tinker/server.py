@@ -61,8 +61,7 @@ def load_app(source: str, options: TinkerOptions, *, api_key: str | None = None)
         noise=NoiseConfig(schedule="none"),
     )
     tokenizer, _ = load_tokenizer_and_limit(config)
-    name = f"loading {config.model.path} in {config.model.format}"
-    with work(Console(stderr=True), name, begins=False) as report:
+    with work(Console(stderr=True), config.model.loading, begins=False) as report:
         decoder, engine = load_sampler(config, tokenizer, report, stop_ids=frozenset())
     if not isinstance(decoder, Decoder):
         raise UserError(f"tinker needs a model that qerl's own decoder runs, which {decoder.family} is not")

@@ -157,7 +157,7 @@ class ReinforcementLearning(Training):
         longest = longest_prompt(config, [*first_P, *self._held_out_P]) + config.sample.max_tokens
         compile_while_loading(config, longest)
         self._float = self._sample_float_model(opened, float_path, tokenizer, pool)
-        with journal.work(f"loading {config.model.path} in {config.model.format}") as report:
+        with journal.work(config.model.loading) as report:
             self.decoder, self.engine = load_sampler(config, tokenizer, report)
         for text in effect_notices(config, self._facts(tokenizer, pool)):
             journal.notice(text)

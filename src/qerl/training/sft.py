@@ -149,7 +149,7 @@ class StoredTraining(Training, Generic[Item]):
     ):
         self.config, self._rows = config, rows
         self._folder, self._ranks, self._journal = opened.folder, opened.ranks, opened.journal
-        with self._journal.work(f"loading {config.model.path} in {config.model.format}") as report:
+        with self._journal.work(config.model.loading) as report:
             self.decoder, self.engine = load_sampler(config, tokenizer, report)
         arch = self.decoder.architecture
         facts = RunFacts(
