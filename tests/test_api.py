@@ -22,21 +22,21 @@ LEARN = LearnConfig(learning_rate=0.01, warmup_ratio=0.0)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than libgomp there")
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("load", "given", "said"),
     [
-        ({}, "1000"),
-        ({"GOMP_SPINCOUNT": "77"}, "77"),
-        ({"OMP_WAIT_POLICY": "passive"}, "0"),
+        (1.0, {}, "1000"),
+        (0.2, {}, "300000"),
+        (1.0, {"GOMP_SPINCOUNT": "77"}, "77"),
+        (1.0, {"OMP_WAIT_POLICY": "passive"}, "0"),
     ],
 )
-def test_torch_s_threads_wait_awake_for_microseconds_or_as_the_user_says(given, said):
-    """libgomp itself says what it has read."""
+def test_torch_s_threads_wait_awake_for_microseconds_beside_busy_programs(load, given, said):
+    """libgomp itself says what it has read. load: busy programs per core."""
+    code = f"import os; os.getloadavg = lambda: [{load} * os.cpu_count()] * 3; import qerl, torch"
     names = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
     env = {name: value for name, value in os.environ.items() if name not in names}
     env |= {"OMP_DISPLAY_ENV": "verbose", **given}
-    found = subprocess.run(
-        [sys.executable, "-c", "import qerl, torch"], env=env, capture_output=True, text=True, timeout=120
-    )
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
     assert f"GOMP_SPINCOUNT = '{said}'" in found.stderr
 

@@ -38,9 +38,10 @@ _MODULES = {
     "qerl.tasks.scoring": ("batch_reward", "group_reward"),
     "qerl.api": ("Policy", "PolicyLearner", "load"),
 }
-if "OMP_WAIT_POLICY" not in os.environ:
-    # torch's threads then wait for each other awake for microseconds, not milliseconds. Beside programs that
-    # use all cores a step on a CPU takes a tenth of the time; on idle ones the same. libgomp reads it once.
+if "OMP_WAIT_POLICY" not in os.environ and 4 * os.getloadavg()[0] > (os.cpu_count() or 1):
+    # Other programs use the cores: torch's threads are to wait for each other awake for microseconds, not
+    # milliseconds. A step on a CPU then takes a tenth of the time; on idle cores it would take 10 % more.
+    # libgomp reads it once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 

@@ -71,7 +71,7 @@ class ModelConfig:
 
     @property
     def loading(self) -> str:
-        """What a line or a bar of progress calls the loading of the model."""
+        """Name of the loading of the model, for a line or a bar of progress."""
         return f"loading {self.path} in {self.format}"
 
     @property
