@@ -41,6 +41,12 @@ def test_torch_s_threads_wait_awake_for_microseconds_beside_busy_programs(load, 
     assert f"GOMP_SPINCOUNT = '{said}'" in found.stderr
 
 
+def test_qerl_can_be_imported_where_the_system_has_no_load_average():
+    """Then check_platform says what is missing, not a traceback."""
+    code = "import os, sys; del os.getloadavg; sys.platform = 'win32'; import qerl"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(tiny_run.write_model(tmp_path_factory.mktemp("model")))

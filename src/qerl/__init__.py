@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,11 @@ _MODULES = {
     "qerl.tasks.scoring": ("batch_reward", "group_reward"),
     "qerl.api": ("Policy", "PolicyLearner", "load"),
 }
-if "OMP_WAIT_POLICY" not in os.environ and 4 * os.getloadavg()[0] > (os.cpu_count() or 1):
+if (
+    sys.platform == "linux"  # has libgomp and a load; elsewhere check_platform speaks
+    and "OMP_WAIT_POLICY" not in os.environ
+    and 4 * os.getloadavg()[0] > (os.cpu_count() or 1)
+):
     # Other programs use the cores: torch's threads are to wait for each other awake for microseconds, not
     # milliseconds. A step on a CPU then takes a tenth of the time; on idle cores it would take 10 % more.
     # libgomp reads it once, when torch is imported.
