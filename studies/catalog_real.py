@@ -53,8 +53,9 @@ PAPER_NOISE: Fields = {
 _PLAIN: Fields = {"noise.schedule": "none"}
 _SEEDS = tuple(range(8))
 """With fewer pairs the exact test, corrected for six claims, cannot reach 0.05."""
+_OWN = {"family": "calibration", "is_own": True}
 _CALIBRATED_CLAIMS = tuple(
-    claim(text, "nvfp4-gptq", against, "greedy", sign, family="calibration", is_own=True)
+    claim(text, "nvfp4-gptq", against, "greedy", sign, **_OWN)
     for text, against, sign in (
         ("Calibrated NVFP4 ends [above|below] NVFP4", "nvfp4", 1),
         ("Calibrated NVFP4 ends [below|above] BF16 LoRA", "bf16", -1),
@@ -175,6 +176,11 @@ def gsm8k() -> Study:
             family=_RIVALS,
         ),
         *_CALIBRATED_CLAIMS,
+        claim(
+            "AQN [raises|lowers] what calibrated NVFP4 ends at",
+            *("nvfp4-gptq+aqn", "nvfp4-gptq", "greedy"),
+            **_OWN,
+        ),
     )
     return _study("gsm8k", "1.5B", _LARGE, arms, claims)
 
