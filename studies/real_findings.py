@@ -1,29 +1,32 @@
 """Write the verdicts on the claims of QeRL side by side: the embedded model of 135M, and real models.
 
-    | claim | SmolLM2-135M | Qwen2.5-Coder-0.5B | Qwen2.5-Coder-1.5B |
-    | NVFP4 + AQN ends above BF16 LoRA | **not shown** -0.01 [-0.03, 0.01], p = 0.4, n = 20 | not run | |
+    | claim | SmolLM2-135M | Qwen2.5-Coder-0.5B | Qwen2.5-Coder-1.5B | both sizes |
+    | NVFP4 + AQN ends above BF16 LoRA | **not shown** -0.01 [-0.03, 0.01], p = 0.4, n = 20 | not run | | |
 
-A study without lines of a claim's arms has "not run"; an empty cell says that no study asks it. Below the
-table stands what the arms of real models cost, and the verdict on every other claim of a real model. Each
-verdict is corrected over the claims of its own study (analysis.py).
+A study without lines of a claim's arms has "not run"; an empty cell says that no study asks it. The last
+column tests the pairs of both sizes together. Below the table stands what the arms of real models cost, and
+the verdict on every other claim of a real model. Each verdict is corrected over the claims of its own study,
+those of the last column over the claims that both sizes ask (analysis.py).
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qerl.tracking.atomic_file import write_atomic
 from studies import costs
-from studies.analysis import SIGNIFICANCE, Judged
+from studies.analysis import SECONDS, SIGNIFICANCE, Judged, judge
 from studies.catalog import SMALL_STUDIES, STUDIES
 from studies.findings import Result, read_lines, results_in, with_results
 from studies.results import Line
-from studies.study import Study
+from studies.study import Claim, Study
 from studies.verdict import evidence_text, markdown, p_text, signed, word, word_of_others
 
 MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B")
 Place = tuple[str, str, str, str]
 """Study, arm, against, metric: where a claim is."""
 _GSM8K = ("gsm8k_small", "gsm8k")
+TOGETHER = "both sizes"
 
 
 def _both(arm: str, against: str, metric: str) -> tuple[Place, ...]:
@@ -102,7 +105,8 @@ _RULE = (
     f" page names. Reproduced, refuted: p < {SIGNIFICANCE}, and the difference has the claimed or the"
     " opposite sign. Not shown: p is larger, as it always is with n below 6, whatever the interval, which is"
     " of one claim alone and assumes normal differences; those inside it are open. Depends: the tasks"
-    " differ. Not run: a study asks it, and has no lines of its arms yet. Empty: no study asks it. The"
+    " differ. Not run: a study asks it, and has no lines of its arms yet. Empty: no study asks it. Both"
+    " sizes: one test of the pairs of the 0.5B and of the 1.5B, which are in the columns before it too. The"
     " models are GGUF files (135M: Q4_1, else Q4_K_M); their weights, decoded, are the BF16 of these runs."
 )
 
@@ -111,12 +115,14 @@ def real_findings(results: Sequence[Result], lines: Mapping[str, Sequence[Line]]
     """Return Markdown: the table, what the arms of real models cost, then the claims that the table does not
     have. lines: of each study of a real model, by its name."""
     judged = {place_of(study.name, one): one for study, claims in results for one in claims}
+    both = {place_of(TOGETHER, one): one for one in together(lines)}
     rows = []
     for text, places in ROWS:
         cells = [_cell(place, judged) for place in places]
-        rows.append((text, *cells, *[""] * (len(MODELS) - len(cells))))
+        cells += [""] * (len(MODELS) - len(cells))
+        rows.append((text, *cells, _cell_of_both(places[-1], both)))
     studies = {study.name: study for study, _ in results if study.name not in SMALL_STUDIES}
-    parts = [_LEAD, "\n".join(markdown(("claim", *MODELS), rows)), _RULE]
+    parts = [_LEAD, "\n".join(markdown(("claim", *MODELS, TOGETHER), rows)), _RULE]
     parts += [text for name, study in studies.items() if (text := _costs(study, lines[name]))]
     shown = {place for _, places in ROWS for place in places}
     others = [
@@ -128,9 +134,26 @@ def real_findings(results: Sequence[Result], lines: Mapping[str, Sequence[Line]]
     return "\n\n".join([*parts, *(["\n".join(others)] if others else [])])
 
 
+def together(lines: Mapping[str, Sequence[Line]]) -> list[Judged]:
+    """Return the claims that both studies of GSM8K make, judged over the lines of both; those on seconds,
+    which differ with the size, are left out."""
+    small, large = (STUDIES[name]() for name in _GSM8K)
+    asked = {_asks(claim) for claim in large.claims}
+    claims = [c for c in small.claims if _asks(c) in asked and not c.metric.endswith(SECONDS)]
+    study = dataclasses.replace(
+        large,
+        tasks=(*small.tasks, *large.tasks),
+        claims=tuple(dataclasses.replace(claim, side_results=()) for claim in claims),
+    )
+    return judge(study, [line for name in _GSM8K for line in lines.get(name, ())])
+
+
 def place_of(study: str, judged: Judged) -> Place:
-    claim = judged.claim
-    return study, claim.arm, claim.against, claim.metric
+    return study, *_asks(judged.claim)
+
+
+def _asks(claim: Claim) -> tuple[str, str, str]:
+    return claim.arm, claim.against, claim.metric
 
 
 def lines_of_real_models(folder: Path) -> dict[str, list[Line]]:
@@ -155,6 +178,15 @@ def _cell(place: Place | None, judged: Mapping[Place, Judged]) -> str:
         return word_of_others("not run")
     difference, n = one.evidence.over_all.difference, one.evidence.num_units
     return f"**{word_of_others(one.verdict)}** {signed(difference)}, {p_text(one.p)}, n = {n}"
+
+
+def _cell_of_both(place: Place | None, both: Mapping[Place, Judged]) -> str:
+    """Return a cell with the pairs of each size; empty where one size has none."""
+    one = both.get((TOGETHER, *place[1:])) if place else None
+    if one is None or one.evidence is None or len(one.evidence.by_task) < len(_GSM8K):
+        return ""
+    pairs = " + ".join(str(paired.difference.n) for paired in one.evidence.by_task.values())
+    return f"**{word_of_others(one.verdict)}** {p_text(one.p)}, n = {pairs}"
 
 
 def _costs(study: Study, lines: Sequence[Line]) -> str:

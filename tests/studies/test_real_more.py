@@ -140,24 +140,71 @@ def test_every_claim_of_the_table_is_one_of_its_study():
             assert claim in claims, (study, claim)
 
 
-def test_a_cell_has_the_verdict_and_the_difference_of_its_study():
-    study = REAL_STUDIES["gsm8k_small"]()
-    values = {"bf16": 0.5, "nvfp4": 0.4, "nvfp4+aqn": 0.6, "bf16+aqn": 0.5}
-    lines = [
-        {"task": "gsm8k-0.5b", "arm": arm, "seed": seed, "final": {"greedy": value + seed / 100}, "curve": []}
+def lines_of(task, values, num_seeds, **final):
+    """A line of each arm and seed, greedy accuracies by arm."""
+    return [
+        {
+            "task": task,
+            "arm": arm,
+            "seed": seed,
+            "final": {"greedy": value + seed / 100, **final},
+            "curve": [],
+        }
         | {"workers": 1}
         for arm, value in values.items()
-        for seed in range(9)
+        for seed in range(num_seeds)
     ]
-    text = real_findings([(study, judge(study, lines))], {study.name: lines})
-    rows = {row.split(" | ")[0].strip("| "): row for row in text.splitlines() if row.startswith("|")}
-    assert rows["claim"] == f"| claim | {' | '.join(MODELS)} |"
+
+
+def table_of(lines):
+    """The rows of the table by claim: their cells. lines: by study."""
+    results = [(study, judge(study, lines[study.name])) for study in (REAL_STUDIES[name]() for name in lines)]
+    rows = [row for row in real_findings(results, lines).splitlines() if row.startswith("| ")]
+    return {
+        cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows)
+    }
+
+
+def test_a_cell_has_the_verdict_and_the_difference_of_its_study():
+    values = {"bf16": 0.5, "nvfp4": 0.4, "nvfp4+aqn": 0.6, "bf16+aqn": 0.5}
+    rows = table_of({"gsm8k_small": lines_of("gsm8k-0.5b", values, 9)})
+    assert rows["claim"] == [*MODELS, "both sizes"]
     cell = "**reproduced** +0.1, p = 0.012, n = 9"  # no interval, as all pairs differ alike
-    assert rows["NVFP4 + AQN ends above BF16 LoRA"].endswith(f"| not run | {cell} | not run |")
-    assert rows["NVFP4 has a higher entropy than BF16"].endswith("BF16 | not run | not run | not run |")
-    assert rows["AQN raises what BF16 LoRA ends at"].startswith(
-        "| AQN raises what BF16 LoRA ends at |  | **not shown** +0, p = 1"
-    )
+    assert rows["NVFP4 + AQN ends above BF16 LoRA"] == ["not run", cell, "not run", ""]
+    assert rows["NVFP4 has a higher entropy than BF16"] == ["not run", "not run", "not run", ""]
+    noisy = rows["AQN raises what BF16 LoRA ends at"]
+    assert noisy[0] == "" and noisy[1].startswith("**not shown** +0, p = 1")
+
+
+def test_pairs_of_both_sizes_decide_what_those_of_one_cannot():
+    small = lines_of("gsm8k-0.5b", {"bf16": 0.3, "nvfp4+aqn": 0.2}, 5)
+    large = lines_of("gsm8k-1.5b", {"bf16": 0.7, "nvfp4+aqn": 0.6}, 3)
+    rows = table_of({"gsm8k_small": small, "gsm8k": large})
+    of_small, of_large, of_both = rows["NVFP4 + AQN ends above BF16 LoRA"][1:]
+    assert of_small.startswith("**not shown** -0.1, p = 0.062") and of_large.startswith("**not shown**")
+    assert of_both == "**refuted** p = 0.0078, n = 5 + 3"  # 2 / 2 ** 8
+    opposite = lines_of("gsm8k-1.5b", {"bf16": 0.6, "nvfp4+aqn": 0.7}, 3)
+    rows = table_of({"gsm8k_small": small, "gsm8k": opposite})
+    assert rows["NVFP4 + AQN ends above BF16 LoRA"][3] == "**depends on the task** p = 0.73, n = 5 + 3"
+
+
+def test_seconds_of_two_sizes_are_not_judged_together():
+    def line(task, arm, step_s):
+        point = {
+            "step": 0,
+            "reward": 0.5,
+            "elapsed_s": step_s,
+            "step_s": step_s,
+            "rollout_s": 0.5,
+            "memory_gb": 1.0,
+        }
+        final = {"train_s": step_s, "peak_gb": 1.0}
+        return {"task": task, "arm": arm, "seed": 0, "final": final, "curve": [point], "workers": 1}
+
+    tasks = {"gsm8k_small": "gsm8k-0.5b", "gsm8k": "gsm8k-1.5b"}
+    lines = {name: [line(task, "bf16", 2.0), line(task, "nvfp4+aqn", 1.0)] for name, task in tasks.items()}
+    row = table_of(lines)["A step of NVFP4 + AQN takes less time than one of BF16 LoRA"]
+    assert [cell.partition(",")[0] for cell in row] == ["", "**not shown** -1", "**not shown** -1", ""]
 
 
 def test_the_mismatch_of_a_run_is_the_mean_of_its_steps():
