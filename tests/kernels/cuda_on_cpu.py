@@ -186,6 +186,8 @@ extern "C" void run(const Operands* operands, int grid, int threads) {
 MATRIX = r"""
 #pragma once
 #include "types.cuh"
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 static u32 words[32][32][6];
 static int publish(const u32* own, int count) {
   const int warp = threadIdx.x / 32;
@@ -236,6 +238,7 @@ static u32 transpose8x8(u32 a) {
   warps[warp].wait();
   return pair[0] | pair[1] << 16;
 }
+#pragma GCC pop_options
 """
 COPIES = r"""
 #pragma once
