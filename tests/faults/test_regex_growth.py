@@ -56,7 +56,9 @@ def calls():
     """(place, method, pattern or None, name) for each use of a regular expression."""
     for top in READERS:
         for path in sorted((SOURCE / top).rglob("*.py")) if (SOURCE / top).is_dir() else [SOURCE / top]:
-            place, tree = path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text())
+            if "import re\n" not in (text := path.read_text()):
+                continue
+            place, tree = path.relative_to(SOURCE).as_posix(), ast.parse(text)
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re."):
                     yield place, tree, node

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from studies.statistics import estimate, exact_p, holm, paired
 
@@ -44,7 +44,9 @@ def test_the_exact_p_is_that_of_all_patterns_one_by_one(differences):
 @pytest.mark.parametrize("n", [2, 5, 10])
 def test_the_exact_p_is_that_of_scipy(n):
     differences = np.random.default_rng(n).normal(0.3, 1.0, n)
-    found = stats.permutation_test((differences,), np.sum, permutation_type="samples", n_resamples=np.inf)
+    found = scipy.stats.permutation_test(
+        (differences,), np.sum, permutation_type="samples", n_resamples=np.inf
+    )
     assert exact_p(list(differences)) == pytest.approx(found.pvalue)
 
 
