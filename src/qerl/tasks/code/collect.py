@@ -136,7 +136,8 @@ class _Collector:
             refuse(f"has an autouse fixture and the class {name} of unittest")
         if getattr(kind, "__unittest_expecting_failure__", False):
             refuse(f"has {name}, which is expected to fail")
-        is_async = issubclass(kind, unittest.IsolatedAsyncioTestCase)
+        case = sys.modules.get("unittest.async_case")  # naming it in unittest would import asyncio: 50 ms
+        is_async = case is not None and issubclass(kind, case.IsolatedAsyncioTestCase)
         for each in dir(kind):
             _check_member(name, each, inspect.getattr_static(kind, each), each in names, is_async)
         marks = [mark for base in kind.__mro__ for mark in own_marks(base)]
