@@ -26,7 +26,6 @@ MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B")
 Place = tuple[str, str, str, str]
 """Study, arm, against, metric: where a claim is."""
 _GSM8K = ("gsm8k_small", "gsm8k")
-TOGETHER = "both sizes"
 
 
 def _both(arm: str, against: str, metric: str) -> tuple[Place, ...]:
@@ -115,14 +114,14 @@ def real_findings(results: Sequence[Result], lines: Mapping[str, Sequence[Line]]
     """Return Markdown: the table, what the arms of real models cost, then the claims that the table does not
     have. lines: of each study of a real model, by its name."""
     judged = {place_of(study.name, one): one for study, claims in results for one in claims}
-    both = {place_of(TOGETHER, one): one for one in together(lines)}
+    both = {_asks(one.claim): one for one in _judged_together(lines)}
     rows = []
     for text, places in ROWS:
         cells = [_cell(place, judged) for place in places]
         cells += [""] * (len(MODELS) - len(cells))
         rows.append((text, *cells, _cell_of_both(places[-1], both)))
     studies = {study.name: study for study, _ in results if study.name not in SMALL_STUDIES}
-    parts = [_LEAD, "\n".join(markdown(("claim", *MODELS, TOGETHER), rows)), _RULE]
+    parts = [_LEAD, "\n".join(markdown(("claim", *MODELS, "both sizes"), rows)), _RULE]
     parts += [text for name, study in studies.items() if (text := _costs(study, lines[name]))]
     shown = {place for _, places in ROWS for place in places}
     others = [
@@ -134,7 +133,7 @@ def real_findings(results: Sequence[Result], lines: Mapping[str, Sequence[Line]]
     return "\n\n".join([*parts, *(["\n".join(others)] if others else [])])
 
 
-def together(lines: Mapping[str, Sequence[Line]]) -> list[Judged]:
+def _judged_together(lines: Mapping[str, Sequence[Line]]) -> list[Judged]:
     """Return the claims that both studies of GSM8K make, judged over the lines of both; those on seconds,
     which differ with the size, are left out."""
     small, large = (STUDIES[name]() for name in _GSM8K)
@@ -180,9 +179,9 @@ def _cell(place: Place | None, judged: Mapping[Place, Judged]) -> str:
     return f"**{word_of_others(one.verdict)}** {signed(difference)}, {p_text(one.p)}, n = {n}"
 
 
-def _cell_of_both(place: Place | None, both: Mapping[Place, Judged]) -> str:
+def _cell_of_both(place: Place | None, both: Mapping[tuple[str, str, str], Judged]) -> str:
     """Return a cell with the pairs of each size; empty where one size has none."""
-    one = both.get((TOGETHER, *place[1:])) if place else None
+    one = both.get(place[1:]) if place is not None and place[0] in _GSM8K else None
     if one is None or one.evidence is None or len(one.evidence.by_task) < len(_GSM8K):
         return ""
     pairs = " + ".join(str(paired.difference.n) for paired in one.evidence.by_task.values())

@@ -20,15 +20,15 @@ SMALL = {"adapter": AdapterConfig(rank=4), "sample": SampleConfig(max_tokens=5),
 LEARN = LearnConfig(learning_rate=0.01, warmup_ratio=0.0)
 
 
-def import_with_load(said, imports):
-    """Code that imports with this text, or error, in /proc/loadavg; N stands for the number of cores."""
+def import_with_load(statement, imports):
+    """Code that imports where this statement opens /proc/loadavg."""
     return f"""
 import builtins, io, os
 read = builtins.open
 def opened(path, *args, **kwargs):
     if path != "/proc/loadavg":
         return read(path, *args, **kwargs)
-    {said}
+    {statement}
 builtins.open = opened
 import {imports}
 """

@@ -46,24 +46,30 @@ _MODULES = {
 def _is_beside_busy_programs() -> bool:
     """Return True if other programs used the cores over the last minute, and do now. Those that have just
     ended, as `pip install` before a first run, still count in the load, but none of them runs."""
-    runnable: list[int] = []
-    load = 0.0
+    if 4 * _loadavg()[0] <= (os.cpu_count() or 1):
+        return False
+    runnable = []
     for _ in range(5):  # the middle one: others run for a moment
-        with open("/proc/loadavg") as file:
-            average, _, _, tasks, _ = file.read().split()  # 0.71 0.40 0.35 2/301 8412
-        load = float(average)
-        runnable.append(int(tasks.partition("/")[0]))
+        runnable.append(_loadavg()[1])
         time.sleep(0.001)
-    return 4 * load > (os.cpu_count() or 1) and sorted(runnable)[2] > 1  # this program is one
+    return sorted(runnable)[2] > 1  # this program is one
 
 
-if sys.platform == "linux" and "OMP_WAIT_POLICY" not in os.environ:  # elsewhere torch has another OpenMP
+def _loadavg() -> tuple[float, int]:
+    """Return the load of the last minute, and how many tasks run or are ready to run."""
+    with open("/proc/loadavg") as file:
+        average, _, _, tasks, _ = file.read().split()  # 0.71 0.40 0.35 2/301 8412
+    return float(average), int(tasks.partition("/")[0])
+
+
+# elsewhere torch has another OpenMP
+if sys.platform == "linux" and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
     with contextlib.suppress(OSError, ValueError):
         if _is_beside_busy_programs():
             # torch's threads are to wait for each other awake for microseconds, not milliseconds. A step on a
             # CPU then takes a tenth of the time; on idle cores it would take 10 % more. libgomp reads it
             # once, when torch is imported.
-            os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+            os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def __getattr__(name: str) -> Any:
