@@ -31,7 +31,7 @@ from torch import Tensor
 from qerl.bench.case import SAMPLERS, make_case, try_random_decoder
 from qerl.bench.decode import NullTokenizer, random_prompts
 from qerl.bench.measure import Meter, attempt, cuda_device
-from qerl.bench.options import BenchOptions, check_adapter
+from qerl.bench.options import BenchOptions
 from qerl.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, AlgoConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.config.check import check_not_negative, check_positive
@@ -115,9 +115,8 @@ class ParityOptions(BenchOptions):
     """LoRA rank of the experts of a mixture; 0: no adapter."""
 
     def __post_init__(self):
-        check_positive(self, "batch", "prompt_tokens", "max_tokens")
+        check_positive(self, "batch", "prompt_tokens", "max_tokens", "lora_rank")
         check_not_negative(self, "expert_rank")
-        check_adapter(self.lora_rank)
         if min(self.entropies, default=1.0) <= 0:
             raise UserError(f"entropies must be positive, got {min(self.entropies)}")
 

@@ -24,7 +24,7 @@ def fail(monkeypatch, capsys, *arguments):
         (["memory", "--steps", "3"], ["unknown benchmark memory", "choose from decode, learn"]),
         (["decode", "--shape", "qwen2.5-8b"], ["unknown shape qwen2.5-8b", "qwen2.5-7b"]),
         (["decode", "--batches", "8", "0"], ["batches must be positive", "got 0"]),
-        (["decode", "--lora-ranks", "0", "24"], ["lora_ranks must be multiples of 16", "got 24"]),
+        (["decode", "--lora-ranks", "0", "-8"], ["lora_ranks must not be negative", "got -8"]),
         (["decode", "--max-tokens", "0"], ["max_tokens must be positive", "got 0"]),
         (["decode", "--noise-sigmas", "0.01", "-0.1"], ["noise_sigmas must not be negative", "got -0.1"]),
         (["decode", "--batches", "9", "--group-size", "4"], ["multiples of group_size 4", "got 9"]),

@@ -45,12 +45,16 @@ def made(name):
         "nvfp4 linears": decoder_of,
         "no adapter": partial(decoder_of, rank=None),
         "bf16 linears": partial(decoder_of, "bf16"),
-        "torch's path": partial(decoder_of, rank=8),
+        "rank 8": partial(decoder_of, rank=8),
+        "torch's path": partial(decoder_of, rank=144),
         "fp32": partial(decoder_of, compute=torch.float32),
     }[name]()
 
 
-DECODERS = ("nvfp4 linears", "no adapter", "bf16 linears", "qk_norm", "fp8", "nvfp4", "torch's path", "fp32")
+DECODERS = (
+    *("nvfp4 linears", "no adapter", "bf16 linears", "qk_norm", "rank 8"),
+    *("fp8", "nvfp4", "torch's path", "fp32"),
+)
 
 
 @pytest.mark.parametrize("max_running", [8, 32, 48, 100])

@@ -69,8 +69,7 @@ class BenchDecodeOptions(BenchSamplingOptions):
 
     def __post_init__(self):
         check_positive(self, "batches", "runs", "group_size", "prompt_tokens", "max_tokens")
-        check_not_negative(self, "noise_sigmas")
-        check_ranks(self.lora_ranks)
+        check_not_negative(self, "noise_sigmas", "lora_ranks")
         _check_groups(self.batches, self.group_size)
 
 
@@ -112,7 +111,7 @@ class BenchRolloutOptions(BenchSamplingOptions):
     def __post_init__(self):
         check_positive(self, "num_samples", "rows", "group_size", "prompt_tokens", "median_tokens", "runs")
         check_positive(self, "sigma", "max_tokens")
-        check_ranks((self.lora_rank,))
+        check_not_negative(self, "lora_rank")
         size = self.group_size
         require(
             self.num_samples % size == 0,
@@ -161,7 +160,7 @@ class BenchLearnOptions(BenchOptions):
 
     def __post_init__(self):
         check_positive(self, "tokens", "sequence_tokens", "runs", "micro_batches", "micro_tokens")
-        check_adapter(self.lora_rank)
+        check_positive(self, "lora_rank")
         check_not_negative(self, "expert_rank", "num_samples")
         require(self.num_samples % 8 == 0, f"num_samples must be a multiple of 8, got {self.num_samples}")
         for name, count in (("micro_batches", max(self.micro_batches, default=1)), ("sequences", 1)):
@@ -221,8 +220,7 @@ class BenchStepOptions(BenchSamplingOptions):
 
     def __post_init__(self):
         check_positive(self, "prompt_tokens", "max_tokens", "batches", "steps")
-        check_positive(self, "micro_tokens", "kv_gb", "cap_gb")
-        check_adapter(self.lora_rank)
+        check_positive(self, "micro_tokens", "kv_gb", "cap_gb", "lora_rank")
         check_not_negative(self, "expert_rank")
         require(self.group_size >= 2, f"group_size must be at least 2, got {self.group_size}")
         _check_groups(self.batches, self.group_size)
@@ -248,13 +246,10 @@ class BenchTuneOptions:
 
 
 def check_ranks(ranks: tuple[int, ...]) -> None:
+    """Raise UserError if the kernels of one product do not have a rank."""
     for rank in ranks:
         if rank < 0 or rank % 16:
             raise UserError(f"lora_ranks must be multiples of 16, or 0 for no adapter, got {rank}")
-
-
-def check_adapter(rank: int) -> None:
-    require(rank > 0 and rank % 16 == 0, f"lora_rank must be a positive multiple of 16, got {rank}")
 
 
 def _check_groups(batches: tuple[int, ...], group_size: int) -> None:

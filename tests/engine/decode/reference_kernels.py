@@ -37,6 +37,7 @@ class ReferenceShrink:
         return u_MR if out is None else out.copy_(u_MR)
 
     def _hidden(self, x_MK, a_RK, scaling, slots):
+        assert a_RK.shape[-2] % 16 == 0 and a_RK.shape[-2] <= lora_shrink.MAX_ROWS
         if slots is None:
             return self._rounded(scaling * x_MK.double() @ a_RK.double().T)
         return self._rounded(row_slots.hidden(x_MK, a_RK, slots))

@@ -87,7 +87,7 @@ def check(decoder):
 
 
 @pytest.mark.parametrize("architecture", [SMALL, BY_HEAD], ids=["by part", "by head"])
-@pytest.mark.parametrize("rank", [None, 16])
+@pytest.mark.parametrize("rank", [None, 8, 16])
 def test_the_layers_are_the_decoders(architecture, rank):
     check(decoder_of(architecture, rank))
 

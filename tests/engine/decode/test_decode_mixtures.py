@@ -11,7 +11,7 @@ from qerl.config import AdapterConfig
 from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.forward import TorchForward
 from qerl.engine.decode.kernel_forward import KernelForward
-from qerl.engine.decode.mixture import kernel_routers, stack_obstacle
+from qerl.engine.decode.mixture import _TiledStack, kernel_routers, stack_obstacle
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.models.architecture import LayerKind, Mixture
 from qerl.models.device import best_kernels
@@ -66,10 +66,29 @@ def test_experts_outside_tiles_or_with_adapters_of_other_ranks_are_left_to_pytor
         layer.tile()
     assert all(isinstance(each.weight, TiledStack) for _, each in decoder.expert_linears())
     assert stack_obstacle(decoder) is None
-    for rank, said in ((4, None), (2, "they take adapters of experts of rank 4, 8, 12, 16, here 2")):
+    for rank, said in ((1, None), (16, None), (17, "they take adapters of experts of ranks up to 16, here")):
         config = AdapterConfig(rank=4, target_modules=("q_proj",), experts="per_expert", expert_rank=rank)
         add_adapter(decoder, config, seed=0)
-        assert stack_obstacle(decoder) == said
+        found = stack_obstacle(decoder)
+        assert found == (said and f"{said} {rank}")
+
+
+@pytest.mark.parametrize("kind", ["per_expert", "shared_a", "shared_b"])
+@pytest.mark.parametrize("rank", [1, 4, 6])
+def test_adapters_of_experts_have_zeros_up_to_a_rank_of_the_kernels(rank, kind):
+    decoder = decoder_of(PLAIN, "nvfp4", None, torch.device("cpu"))
+    add_adapter(decoder, AdapterConfig(experts=kind, expert_rank=rank, target_modules=("q_proj",)), seed=0)
+    linear = next(each for _, each in decoder.expert_linears())
+    stack = _TiledStack(linear)
+    with torch.no_grad():
+        linear.lora_B.normal_()
+    copy_masters([linear])
+    stack.publish()
+    a_ERK, b_ENR = stack.experts.adapter[:2]
+    assert a_ERK.shape[1] == b_ENR.shape[2] == {1: 4, 4: 4, 6: 8}[rank] and a_ERK.is_contiguous()
+    assert (a_ERK is linear.a_work) == (rank == 4)  # copies only where they are needed
+    both = [b.double() @ a.double() for b, a in ((b_ENR, a_ERK), (linear.b_work, linear.a_work))]
+    assert both[1].std() > 0.01 and torch.equal(*both)
 
 
 def test_the_kernels_multiply_by_a_router_unless_it_has_an_adapter():
@@ -88,7 +107,7 @@ def device():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("expert_rank", [0, 4])
+@pytest.mark.parametrize("expert_rank", [0, 1, 4])
 @pytest.mark.parametrize(("mixture", "format"), [(PLAIN, "nvfp4"), (CLAMPED, "nvfp4"), (CLAMPED, "mxfp4")])
 @pytest.mark.parametrize("rows", [1, 9, 40])
 @torch.no_grad()

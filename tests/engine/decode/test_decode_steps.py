@@ -87,7 +87,7 @@ def check(decoder):
     assert theirs.std() > 0.1 and (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("rank", [None, 16])
+@pytest.mark.parametrize("rank", [None, 1, 8, 16, 20, 128])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_plain_layers_are_the_decoders(rank, qk_norm):
     check(decoder_of(replace(SMALL, qk_norm=qk_norm), rank))

@@ -11,6 +11,7 @@ from qerl.engine.decode.runner_cache import kernel_head
 from qerl.formats import BF16
 from qerl.models.families import from_hf_config
 from qerl.models.lm_head import LMHead
+from qerl.models.random_weights import SHAPES
 
 WIDE = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
 OBSTACLES = {
@@ -30,8 +31,8 @@ HEADS["Qwen3Moe"] |= {"moe_intermediate_size": 64}
 HEADS["Phi3"] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 
-def obstacle(architecture):
-    return kernel_obstacle(architecture, "portable", torch.bfloat16, ranks={16}, page_tokens=16)
+def obstacle(architecture, rank=16):
+    return kernel_obstacle(architecture, "portable", torch.bfloat16, ranks={0, rank}, page_tokens=16)
 
 
 def architecture_of(family, **changes):
@@ -45,6 +46,11 @@ def test_the_decode_kernels_say_what_they_do_not_compute(family):
     part = OBSTACLES.get(family)
     said = obstacle(architecture_of(family, **HEADS.get(family, {})))
     assert said is None if part is None else (said or "").startswith(f"they do not compute {part}"), said
+
+
+def test_the_decode_kernels_take_every_rank_up_to_128():
+    assert not any(obstacle(SHAPES["qwen2.5-0.5b"], rank) for rank in range(129))
+    assert obstacle(SHAPES["qwen2.5-0.5b"], 129) == "they take ranks up to 128, here 129"
 
 
 def test_phi_4_has_plain_layers_that_are_stored_in_another_way():

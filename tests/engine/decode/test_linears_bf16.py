@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from conftest import rms_error
 from models.packed.test_fused_weights import K, exactly, linears_of, rounded_masters
 from qerl.engine.decode import linears as op
+from qerl.kernels.tiles.row_slots import slot_rank
 from qerl.models.mixture import copy_masters
 
 WIDTHS = (96, 64, 64)
@@ -26,10 +27,10 @@ def given(group, x):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("ranks", [(16, 16, 16), (0, 16, 0), (8, 0, 24)], ids=str)
+@pytest.mark.parametrize("ranks", [(16, 16, 16), (0, 16, 0), (8, 0, 24), (8, 8, 8), (1, 0, 0)], ids=str)
 def test_a_groups_product_is_its_linears(ranks, bias, device, rng):
     group, exact = group_of(rng, ranks=ranks, bias=bias, device=device)
-    assert group.room == len(group.a) == sum(ranks) and group.b is None
+    assert group.room == len(group.a) == slot_rank(sum(ranks)) and group.b is None
     x = torch.randn(7, K, generator=rng).bfloat16().to(device)
     residual = torch.randn(7, sum(WIDTHS), generator=rng).to(device)
     want, linears = exact(x.double()), op.TorchLinears()
@@ -75,7 +76,7 @@ def test_without_adapters_or_with_them_switched_off_the_weight_alone_is_multipli
     for linear in linears:
         linear.adapter_enabled = False
     off = op.LinearGroup(linears)
-    assert off.a is None and off.wide_NC.shape[1] == K + 24
+    assert off.a is None and off.wide_NC.shape[1] == K + 32  # ranks of 24 in all
     assert rms_error(op.TorchLinears().linear(x, off, None, None), exactly(linears)(x.double())) < 5e-3
 
 

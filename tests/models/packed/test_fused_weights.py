@@ -141,14 +141,15 @@ def test_bf16_weights_and_b_are_slices_of_one_tensor_and_nothing_is_copied_again
     before = [linear.weight.decode() for linear in linears]
     num_bytes = sum(linear.num_bytes for linear in linears)
     fused = fuse_weights(linears)
-    assert fuse_weights(linears) is fused and fused.wide_NC.shape == (sum(WIDTHS), K + 24)
+    assert fuse_weights(linears) is fused and fused.wide_NC.shape == (sum(WIDTHS), K + 32)
+    assert fused.rank == 24 and not fused.wide_NC[:, K + 24 :].any()
     assert fused.wide_NC.stride() == (128, 1)
     row = 0
     for linear, weight, columns in zip(linears, before, ((0, 8), None, (8, 24)), strict=True):
         rows, row = fused.wide_NC[row : row + linear.out_width], row + linear.out_width
         assert linear.weight.weight.data_ptr() == linear.operand().data_ptr() == rows.data_ptr()
         assert torch.equal(linear.weight.decode(), weight)
-        b_NR = torch.zeros(linear.out_width, 24).bfloat16()
+        b_NR = torch.zeros(linear.out_width, 32).bfloat16()
         if columns is not None:
             b_NR[:, slice(*columns)] = linear.b_work
         assert torch.equal(rows[:, K:], b_NR)

@@ -63,7 +63,7 @@ class GroupBank:
 
 
 def with_rank(a_RK: Tensor, b_NR: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return both with zeros up to this rank."""
-    if not (missing := rank - len(a_RK)):
+    """Return both with zeros up to this rank; they may be stacks of matrices."""
+    if not (missing := rank - a_RK.shape[-2]):
         return a_RK, b_NR
     return F.pad(a_RK, (0, 0, 0, missing)), F.pad(b_NR, (0, missing))

@@ -35,7 +35,7 @@ from qerl.kernels.attention.decode_state import DecodeState
 from qerl.kernels.experts.grouped_hopper import HopperGroupedProduct
 from qerl.kernels.experts.grouped_product import GroupedProduct
 from qerl.kernels.tiles.lora_shrink import LoraShrink
-from qerl.kernels.tiles.row_slots import MAX_SLOTS, slot_rank
+from qerl.kernels.tiles.row_slots import MAX_SLOTS
 from qerl.models.adapter_bank import AdapterBank
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
@@ -43,6 +43,7 @@ from qerl.models.device import Kernels, best_kernels
 from qerl.models.packed.packed_linear import PackedTiles
 
 MAX_ROWS = 256
+_MAX_RANK = 128
 NO_KERNELS = "they are for NVIDIA GPUs from Ampere on"
 MIXERS = {"attention": AttentionSteps, "delta": DeltaSteps}
 """Steps by LayerKind.mixer."""
@@ -102,8 +103,8 @@ class KernelForward:
             return "adapters by row are for attention and dense MLPs"
         if not all(isinstance(linear.weight, PackedTiles) for _, linear in decoder.linears()):
             return "adapters by row are for weights in tiles"
-        if slot_rank(bank.max_rank) > 128:
-            return f"they take ranks up to 128, here {bank.max_rank}"
+        if bank.max_rank > _MAX_RANK:
+            return f"they take ranks up to {_MAX_RANK}, here {bank.max_rank}"
         if bank.max_adapters >= MAX_SLOTS:
             return f"they take up to {MAX_SLOTS - 1} adapters by row, here {bank.max_adapters}"
         return None
@@ -165,6 +166,6 @@ def kernel_obstacle(
     widths = (a.width, a.ff_width * has_dense, a.num_heads * a.head_size, a.num_kv_heads * a.head_size)
     if odd := [width for width in widths if width % 64]:
         return f"they take widths that are multiples of 64, here {odd[0]}"
-    if odd := [rank for rank in ranks if rank % 16 or rank > 128]:
-        return f"they take ranks of 16, 32, ... 128, here {odd[0]}"
+    if max(ranks, default=0) > _MAX_RANK:
+        return f"they take ranks up to {_MAX_RANK}, here {max(ranks)}"
     return None

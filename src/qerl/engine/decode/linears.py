@@ -32,6 +32,7 @@ from qerl.kernels.tiles.nvfp4_decode import (
 )
 from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS
 from qerl.kernels.tiles.portable_product import PortableProduct
+from qerl.kernels.tiles.row_slots import slot_rank
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.adapter_bank import AdapterBank
@@ -48,11 +49,13 @@ class LinearGroup:
     tiles       a [G R, K], b [N, R] in the order of the packed rows; zeros for a linear without an adapter
     wide_NC     BF16: [W | B], which holds the linears' own weights; a [R, K] of those that have an adapter
     otherwise   a as for BF16, b [N, R] with zeros between the linears
+
+    R is a multiple of 16, as kernels take it; what the adapters leave of it is zero.
     """
 
     def __init__(self, linears: Sequence[QuantLinear]):
         self.linears, self.tiles = tuple(linears), tiles_of(linears)
-        self.rank = max(linear.rank for linear in linears)
+        self.rank = slot_rank(max(linear.rank for linear in linears))
         self.scaling = max(linear.scaling for linear in linears)
         self.in_width = linears[0].in_width
         self.ends = torch.tensor([linear.out_width for linear in linears]).cumsum(0).tolist()
@@ -114,9 +117,12 @@ class LinearGroup:
 
     def _stacked(self) -> tuple[Tensor, Tensor | None]:
         a_parts, b_parts = zip(*(self._working(linear) for linear in self.linears), strict=True)
-        if self.tiles is None:
-            return torch.cat(a_parts), torch.block_diag(*b_parts) if self.wide_NC is None else None
-        return torch.cat(a_parts), self._in_order(torch.cat(b_parts))
+        a = torch.cat(a_parts)
+        if self.tiles is not None:
+            return a, self._in_order(torch.cat(b_parts))
+        if self.wide_NC is None:
+            return with_rank(a, torch.block_diag(*b_parts), slot_rank(len(a)))
+        return F.pad(a, (0, 0, 0, slot_rank(len(a)) - len(a))), None
 
     def _in_order(self, rows_N: Tensor) -> Tensor:
         """Return rows of the linears in the order of the packed ones."""

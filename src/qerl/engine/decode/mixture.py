@@ -5,16 +5,17 @@
 
 moe_route.py and grouped_product.py have the kernels, grouped_hopper.py those for Hopper. A router with an
 adapter, or not in BF16, multiplies by its module. The chosen ids are recorded in the cache's pages, as the
-PyTorch path does. Adapters of experts take a launch more for each product.
+PyTorch path does. Adapters of experts take a launch more for each product; those of a rank that the kernels
+do not have are copied, with zeros up to the next one.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
 
 from torch import Tensor
 
 from qerl.aqn.noised_norm import NoisedRMSNorm
+from qerl.engine.decode.group_bank import with_rank
 from qerl.engine.decode.layer import LayerStep, StepParts, StepRows
-from qerl.engine.decode.linears import LinearGroup
 from qerl.formats import BF16
 from qerl.kernels.experts import moe_route
 from qerl.kernels.experts.grouped_product import (
@@ -64,9 +65,8 @@ class MixtureSteps:
 def stack_obstacle(decoder: Decoder) -> str | None:
     """Return why the kernels cannot multiply by this decoder's experts; None if they can."""
     for _, experts in decoder.expert_linears():
-        if experts.a_work is not None and (rank := experts.a_work.shape[1]) not in RANKS:
-            ranks = ", ".join(map(str, RANKS))
-            return f"they take adapters of experts of rank {ranks}, here {rank}"
+        if experts.a_work is not None and (rank := experts.a_work.shape[1]) > RANKS[-1]:
+            return f"they take adapters of experts of ranks up to {RANKS[-1]}, here {rank}"
         if not isinstance(experts.weight, TiledStack):
             return "they take experts in NVFP4 or MXFP4"
     return None
@@ -83,8 +83,6 @@ def _is_plain(router: QuantLinear) -> bool:
 
 
 class _MixtureStep:
-    groups: Sequence[LinearGroup] = ()
-
     def __init__(self, shared: MixtureSteps, layer_index: int, layer: Layer):
         assert isinstance(layer.mlp, MixtureMLP) and layer.norms.before_mlp is not None
         arch = shared.parts.decoder.architecture
@@ -92,7 +90,8 @@ class _MixtureStep:
         self._norm: NoisedRMSNorm = getattr(layer, layer.norms.before_mlp)
         self._scale, mixture = arch.residual_scale, layer.mlp.mixture
         self._activation = Activation(mixture.swiglu_alpha, mixture.swiglu_limit)
-        self._gate_up, self._down = map(_tiled, layer.mlp.stacks)
+        self.groups = tuple(map(_TiledStack, layer.mlp.stacks))
+        self._gate_up, self._down = (group.experts for group in self.groups)
 
     def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
         shrink, norm, shared = self._shared.parts.shrink, self._norm, self._shared
@@ -122,12 +121,28 @@ class _MixtureStep:
         return router(x_BD.float())
 
 
-def _tiled(experts: ExpertLinear) -> TiledExperts:
-    stack, bias = experts.weight, experts.bias
-    assert isinstance(stack, TiledStack)
-    in_order = None if bias is None else in_tile_order(bias, stack.rows)
-    a_ERK, b_ENR = experts.a_work, experts.b_work  # which publishing writes in place
-    if a_ERK is None or b_ENR is None:
-        return TiledExperts(stack.tiles, stack.factors_EN, in_order)
-    adapter = ExpertAdapter(a_ERK, b_ENR, experts.scaling, _ADAPTER_ROWS[stack.rows])
-    return TiledExperts(stack.tiles, stack.factors_EN, in_order, adapter)
+class _TiledStack:
+    """A stack of experts with its adapters, as the kernels read them."""
+
+    def __init__(self, linear: ExpertLinear):
+        stack, bias = linear.weight, linear.bias
+        assert isinstance(stack, TiledStack)
+        in_order = None if bias is None else in_tile_order(bias, stack.rows)
+        self._linear, self._adapter = linear, None
+        if (parts := self._padded()) is not None:
+            self._adapter = ExpertAdapter(*parts, linear.scaling, _ADAPTER_ROWS[stack.rows])
+        self.experts = TiledExperts(stack.tiles, stack.factors_EN, in_order, self._adapter)
+
+    def publish(self) -> None:
+        """Copy the adapters in place, unless they are the working copies themselves."""
+        adapter = self._adapter
+        if adapter is not None and adapter.a_ERK is not self._linear.a_work and (parts := self._padded()):
+            adapter.a_ERK.copy_(parts[0])
+            adapter.b_ENR.copy_(parts[1])
+
+    def _padded(self) -> tuple[Tensor, Tensor] | None:
+        """Return the working copies, with zeros up to a rank that the kernels have; None without adapters."""
+        a_ERK, b_ENR = self._linear.a_work, self._linear.b_work
+        if a_ERK is None or b_ENR is None:
+            return None
+        return with_rank(a_ERK, b_ENR, RANKS[bisect_left(RANKS, a_ERK.shape[1])])

@@ -18,7 +18,7 @@ MAX_SLOTS = 32
 
 
 def slot_rank(max_rank: int) -> int:
-    """Return the rank of a slot for adapters of up to this one: that of a kernel is a multiple of 16."""
+    """Return the rank of operands for adapters of up to this one: kernels take a multiple of 16."""
     return -(-max_rank // 16) * 16
 
 

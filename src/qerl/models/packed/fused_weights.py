@@ -1,7 +1,7 @@
 """Weights of linears that read the same x, as one operand: one product for all.
 
 FusedBF16     [W_1 | b_1       ]    [sum N, K + R]: where BF16 weights and the adapters' b are stored
-              [W_2 |     b_2   ]    R: the ranks of all adapters; the rest is zero
+              [W_2 |     b_2   ]    R: the ranks of all adapters, up to a multiple of 16; the rest is zero
 FusedPacked   [W_1; W_2; ...]       [sum N, K]: unpacked for each product, from any other format
 FP8Flow       codes and scales, one after the other, where 128 divides each N
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qerl.formats import BF16, FP8Flow, PackedWeight
 from qerl.formats.fp8 import BLOCK
+from qerl.kernels.tiles.row_slots import slot_rank
 from qerl.models.linear import QuantLinear
 
 _ROW_ELEMENTS = 64
@@ -27,6 +28,8 @@ _ROW_ELEMENTS = 64
 class FusedBF16:
     wide_NC: Tensor
     """[W | b], K + R columns."""
+    rank: int
+    """Sum of the adapters' ranks, at most R."""
     weights: tuple[PackedWeight, ...]
     """Each linear's, a slice of it."""
     in_width: int
@@ -86,7 +89,8 @@ def _is_of(fused: FusedBF16 | FusedPacked, linears: Sequence[QuantLinear]) -> bo
 def _fuse_bf16(linears: Sequence[QuantLinear]) -> FusedBF16:
     operands, columns = [linear.operand() for linear in linears], linears[0].in_width
     ranks = [0 if linear.b_work is None else linear.b_work.shape[1] for linear in linears]
-    row = -(-(columns + sum(ranks)) // _ROW_ELEMENTS) * _ROW_ELEMENTS if any(ranks) else columns
+    wide = columns + slot_rank(sum(ranks))
+    row = -(-wide // _ROW_ELEMENTS) * _ROW_ELEMENTS if any(ranks) else columns
     num_rows = sum(len(operand) for operand in operands)
     whole = torch.empty(num_rows, row, dtype=operands[0].dtype, device=operands[0].device)
     whole[:, columns:].zero_()
@@ -100,7 +104,7 @@ def _fuse_bf16(linears: Sequence[QuantLinear]) -> FusedBF16:
             linear.b_fused = rows[:, columns : columns + rank].copy_(linear.b_work)
             columns += rank
     weights = tuple(linear.weight for linear in linears if linear.weight is not None)
-    return FusedBF16(whole[:, :columns], weights, linears[0].in_width)
+    return FusedBF16(whole[:, :wide], sum(ranks), weights, linears[0].in_width)
 
 
 def fuse_fp8_weights(linears: Sequence[QuantLinear]) -> FP8Flow | None:
