@@ -11,10 +11,15 @@ from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
 from qerl.formats import FORMATS
 from qerl.learner import Learner
+from qerl.models.packed.packed_linear import PackedTiles
 from qerl.models.peft.adapter import adapter_off, adapter_tensors, add_adapter, publish
+from qerl.models.random_weights import SHAPES, random_decoder
 from qerl.models.sampler_copy import make_sampler_copy
 
 TOKENS_T = torch.arange(30) * 11 % 61
+WIDE = replace(
+    SHAPES["qwen2.5-0.5b"], num_layers=2, width=256, num_heads=4, num_kv_heads=2, ff_width=256, vocab_size=64
+)
 
 
 def policies(format="int8"):
@@ -32,6 +37,18 @@ def test_the_copys_linears_are_the_learners_quantized_and_the_learners_stay(form
     for (name, own), (other, theirs) in zip(decoder.linears(), twin.linears(), strict=True):
         assert name == other and theirs.weight.name == format and own.weight.name == "bf16"
         assert torch.equal(theirs.weight.decode(), FORMATS[format].encode(own.weight.decode()).decode())
+
+
+@pytest.mark.parametrize(("format", "is_tiled"), [("fp8", True), ("fp8-flow", False), ("int8", True)])
+def test_where_kernels_read_tiles_the_copys_weights_are_in_tiles(format, is_tiled, monkeypatch):
+    settings = {"rank": 4, "device": torch.device("cpu"), "seed": 0}
+    decoder = random_decoder(WIDE, format="bf16", **settings)
+    plain = logits_of(make_sampler_copy(decoder, format), TOKENS_T)
+    monkeypatch.setattr("qerl.models.sampler_copy.has_tile_kernels", lambda device: True)
+    twin = make_sampler_copy(decoder, format)
+    kinds = [isinstance(linear.weight, PackedTiles) for _, linear in twin.linears()]
+    assert kinds == [is_tiled] * len(kinds) and torch.equal(logits_of(twin, TOKENS_T), plain)
+    assert all(linear.weight.name == "bf16" for _, linear in decoder.linears())
 
 
 def test_all_but_the_weights_is_one():

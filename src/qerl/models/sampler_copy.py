@@ -6,19 +6,27 @@ corrects for the difference. The copy takes its format's bytes in addition to th
 
 import copy
 
+import torch
 from torch import nn
 
 from qerl.formats import FORMATS
-from qerl.models.decoder import Decoder
+from qerl.models.decoder import Decoder, Layer
+from qerl.models.device import has_tile_kernels
 from qerl.models.layer_spec import check_dense
 from qerl.models.linear import QuantLinear
 
 
 def make_sampler_copy(decoder: Decoder, format: str) -> Decoder:
-    """Copy a decoder that has its adapters: masters and working copies, norms and noise are shared."""
+    """Copy a decoder that has its adapters: masters and working copies, norms and noise are shared. Weights
+    are put into tiles as the loader does."""
     check_dense(decoder.architecture, f"model.sampler_format {format}")
     duplicate = _copy_module(decoder, format)
     assert isinstance(duplicate, Decoder)
+    is_resident = any(linear.is_resident for _, linear in duplicate.linears())
+    if not is_resident and decoder.compute == torch.bfloat16 and has_tile_kernels(decoder.device):
+        for layer in duplicate.layers:
+            assert isinstance(layer, Layer)
+            layer.tile()
     return duplicate
 
 

@@ -8,6 +8,7 @@ from engine.parts import drawn, engine_of
 from qerl.engine.decode.kernel_forward import KernelForward
 from qerl.errors import UserError
 from qerl.models.packed.packed_linear import PackedTiles
+from qerl.models.sampler_copy import make_sampler_copy
 from tiny_run import launched
 
 pytestmark = [
@@ -36,6 +37,15 @@ def test_logprobs_are_the_packed_forwards(format, rank, num_samples):
     engine = engine_of(decoder, stop_token_ids=NEVER, kernels="portable", max_num_seqs=160)
     samples = drawn(engine, prompts_P, num_samples=num_samples, max_tokens=40)
     assert error_ratio(decoder, prompts_P, samples, num_samples) < FACTOR
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8-flow", "int8"])
+def test_a_samplers_copy_decodes_by_kernels(format):
+    twin, prompts_P = make_sampler_copy(decoder_of("bf16"), format), small_prompts(*LENGTHS)
+    engine = engine_of(twin, stop_token_ids=NEVER)
+    assert engine.notices == []
+    samples = drawn(engine, prompts_P, num_samples=4, max_tokens=40)
+    assert error_ratio(twin, prompts_P, samples, 4) < FACTOR
 
 
 def test_greedy_tokens_are_those_of_the_other_kernels(decoder):
