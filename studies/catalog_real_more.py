@@ -36,7 +36,6 @@ _COMPARED = (
     ),
     Metric(key="mismatch_abs", title="Mismatch, absolute", about="nats a token, mean of steps"),
     Metric(key="rollout_s", title="Rollout", about="seconds a step, median"),
-    Metric(key="step_s", title="Step", about="seconds, median"),
     Metric(key="reward_drop", title="Collapse", about="best tenth of the steps minus the last"),
 )
 
@@ -195,7 +194,8 @@ def _with_sets(study: Study, sets: tuple[HeldOut, ...], titles: dict[str, str]) 
     kept = [
         metric
         for metric in study.metrics
-        if metric.key in {each.key for each in TRAINING_METRICS} | {"train_s", "peak_gb"}
+        if metric.key in {each.key for each in TRAINING_METRICS} | {"train_s", "step_s", "peak_gb"}
+        and metric.key not in {each.key for each in _COMPARED}
     ]
     return dataclasses.replace(
         study,
@@ -213,6 +213,7 @@ def math_exploration() -> Study:
         held_out_split=test,
         template="{problem}\nThink step by step, then put the final answer inside \\boxed{{}}.",
         rewards=("math",),
+        reward_workers=8,
     )
     grpo: Fields = {
         **_NVFP4,
@@ -302,7 +303,7 @@ def mbpp() -> Study:
             for arm, against in (("nvfp4", "bf16"), ("nvfp4+aqn", "bf16"), ("nvfp4+aqn", "nvfp4"))
         ),
         remarks=(
-            *study.remarks,
+            *study.remarks[:3],
             "374 tasks of MBPP (601 to 974) to train on; all tests of a task must pass. MBPP's tests (11 to"
             " 510) and HumanEval are held out.",
         ),

@@ -36,6 +36,7 @@ from studies.results import Line, Results
 from studies.study import Job, Study
 
 _WATCH_S = 0.3
+_MAX_FAILED = 3
 Outcomes = Callable[[list[Job]], Iterator[tuple[Job, Line]]]
 """Runs jobs and yields each with its line as it ends."""
 
@@ -166,9 +167,10 @@ def execute(study: Study, jobs: list[Job], results: Results, outcomes: Outcomes)
 
 
 def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> Iterator[tuple[Job, Line]]:
-    """Yield jobs as they end. No job waits inside the pool: after Ctrl-C, which ends every running job, a
-    worker would start it."""
-    waiting, running = iter(jobs), dict[Future[Line], Job]()
+    """Yield jobs as they end. Errors of jobs are raised, the first of them, once the others have ended; after
+    _MAX_FAILED of them no further job begins. No job waits inside the pool: after Ctrl-C, which ends every
+    running job, a worker would start it."""
+    waiting, running, failed = iter(jobs), dict[Future[Line], Job](), list[RunError]()
     sharing = runs_on_a_device(workers)
 
     def begin(count: int) -> None:
@@ -179,22 +181,29 @@ def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> It
     try:
         while running:
             done, _ = wait(running, return_when="FIRST_COMPLETED")
-            ended = [(running.pop(future), future) for future in done]
-            begin(len(ended))
-            yield from ((job, _line_of(job, future)) for job, future in ended)
+            lines = [(job := running.pop(future), _line_of(job, future)) for future in done]
+            failed += [line for _, line in lines if isinstance(line, RunError)]
+            begin(len(lines) if len(failed) < _MAX_FAILED else 0)
+            yield from ((job, line) for job, line in lines if not isinstance(line, RunError))
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for pid in filter(None, (worker.pid for worker in active_children())):
             os.kill(pid, signal.SIGINT)  # its run saves the step and ends
         raise
+    if failed:
+        raise failed[0]
 
 
-def _line_of(job: Job, future: Future[Line]) -> Line:
+def _line_of(job: Job, future: Future[Line]) -> Line | RunError:
+    """Return the job's line, or its error once that is printed."""
     try:
         return future.result()
     except (Exception, SystemExit) as error:  # a run can fail with anything
         where = f"{job.task}, {job.arm}, seed {job.seed}"
-        raise RunError(f"{where}: {type(error).__name__}: {error}; see {job.folder / 'log.txt'}") from error
+        failure = RunError(f"{where}: {type(error).__name__}: {error}; see {job.folder / 'log.txt'}")
+        failure.__cause__ = error
+        print(f"studies: {failure}", file=sys.stderr, flush=True)
+        return failure
 
 
 def _begin_worker(parent: int, begun: Any, gpus: list[str]) -> None:

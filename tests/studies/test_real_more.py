@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 
 import pytest
 
@@ -68,6 +69,12 @@ def solved(tmp_path, monkeypatch):
 
 def ids(path, key):
     return [json.loads(line)[key] for line in path.read_text().splitlines()]
+
+
+def test_no_studys_page_has_a_figure_twice():
+    for name, make in STUDIES.items():
+        counts = Counter(metric.key for metric in make().metrics)
+        assert max(counts.values()) == 1, (name, counts.most_common(3))
 
 
 def test_the_parts_of_mbpp_are_those_of_its_authors(files, tmp_path):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny_study
@@ -16,7 +17,7 @@ import tiny_study
 import studies.run as run_module
 import tiny_run
 from faults.runs import Run
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 from qerl.tracking import is_timing
 from studies.results import Results
 from studies.run import best_rates, choice_jobs, execute, final_jobs, run_study
@@ -225,6 +226,25 @@ def test_a_run_that_fails_ends_the_study_with_its_name(files, tmp_path):
     run = forked(files, tmp_path / "bad", template="{nothing}")
     assert run.wait() != 0
     assert re.search(r"RunError: sums, bf16, seed 100: UserError: .*nothing.*log\.txt", run.said)
+
+
+@pytest.mark.parametrize(("wrong", "num_done"), [({1}, 9), ({0, 1}, 8), (set(range(10)), 0)], ids=str)
+def test_the_others_go_on_after_up_to_two_failed_runs(files, tmp_path, monkeypatch, capsys, wrong, num_done):
+    study = dataclasses.replace(tiny_study.make(files), seeds=tuple(range(10)))
+    jobs = [job for job in final_jobs(study, tmp_path, {("sums", "bf16"): 0.01}) if job.arm == "bf16"]
+
+    def work(measure, sharing, job):
+        if job.seed in wrong:
+            raise ValueError(f"seed {job.seed} is wrong")
+        return {"seed": job.seed}
+
+    monkeypatch.setattr(run_module, "_work", work)
+    done = []
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RunError, match=f"seed {min(wrong)} is wrong"):
+        for job, line in run_module._outcomes(pool, study, 1, jobs):
+            done.append((job.seed, line["seed"]))
+    assert len(done) == num_done and all(a == b for a, b in done)
+    assert capsys.readouterr().err.count("is wrong") == min(len(wrong), 3)
 
 
 def test_more_seeds_than_the_exact_test_can_count_are_refused_before_a_run(files):
