@@ -11,7 +11,7 @@ from qerl.config import AdapterConfig
 from qerl.engine.cache.kv_cache import KVCache
 from qerl.engine.decode.forward import TorchForward
 from qerl.engine.decode.kernel_forward import KernelForward
-from qerl.engine.decode.mixture import _TiledStack, kernel_routers, stack_obstacle
+from qerl.engine.decode.mixture import _AdaptedStack, kernel_routers, stack_obstacle
 from qerl.kernels.attention.decode_state import DecodeState
 from qerl.models.architecture import LayerKind, Mixture
 from qerl.models.device import best_kernels
@@ -79,7 +79,7 @@ def test_adapters_of_experts_have_zeros_up_to_a_rank_of_the_kernels(rank, kind):
     decoder = decoder_of(PLAIN, "nvfp4", None, torch.device("cpu"))
     add_adapter(decoder, AdapterConfig(experts=kind, expert_rank=rank, target_modules=("q_proj",)), seed=0)
     linear = next(each for _, each in decoder.expert_linears())
-    stack = _TiledStack(linear)
+    stack = _AdaptedStack(linear)
     with torch.no_grad():
         linear.lora_B.normal_()
     copy_masters([linear])

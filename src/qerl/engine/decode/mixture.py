@@ -90,7 +90,7 @@ class _MixtureStep:
         self._norm: NoisedRMSNorm = getattr(layer, layer.norms.before_mlp)
         self._scale, mixture = arch.residual_scale, layer.mlp.mixture
         self._activation = Activation(mixture.swiglu_alpha, mixture.swiglu_limit)
-        self.groups = tuple(map(_TiledStack, layer.mlp.stacks))
+        self.groups = tuple(map(_AdaptedStack, layer.mlp.stacks))
         self._gate_up, self._down = (group.experts for group in self.groups)
 
     def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
@@ -121,7 +121,7 @@ class _MixtureStep:
         return router(x_BD.float())
 
 
-class _TiledStack:
+class _AdaptedStack:
     """A stack of experts with its adapters, as the kernels read them."""
 
     def __init__(self, linear: ExpertLinear):
