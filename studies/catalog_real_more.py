@@ -191,16 +191,12 @@ def _with_sets(study: Study, sets: tuple[HeldOut, ...], titles: dict[str, str]) 
             ("greedy", ""),
         )
     ]
-    kept = [
-        metric
-        for metric in study.metrics
-        if metric.key in {each.key for each in TRAINING_METRICS} | {"train_s", "step_s", "peak_gb"}
-        and metric.key not in {each.key for each in _COMPARED}
-    ]
+    keys = {each.key for each in (*TRAINING_METRICS, *_COMPARED)} | {"train_s", "step_s", "peak_gb"}
+    kept = [metric for metric in study.metrics if metric.key in keys]
     return dataclasses.replace(
         study,
         measure=partial(train_and_answer, sets=sets),
-        metrics=(*metrics, *kept, *_COMPARED),
+        metrics=(*metrics, *kept),
         takes_from="",
     )
 
