@@ -20,7 +20,7 @@ import math
 
 from qerl.config import AdapterConfig
 from qerl.formats import FORMATS
-from qerl.kernels.tiles.row_slots import slot_rank
+from qerl.kernels.tiles.row_slots import kernel_rank
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import (
     ExpertSpec,
@@ -141,7 +141,7 @@ def row_adapter_bytes(
     widths: int, element_bytes: int, *, num_adapters: int, max_rank: int, max_adapters: int
 ) -> int:
     """Return the bytes of this many adapters by row; widths: of all inputs and outputs of the linears."""
-    ranks = 2 * max_rank * num_adapters + slot_rank(max_rank) * (1 + max_adapters)
+    ranks = 2 * max_rank * num_adapters + kernel_rank(max_rank) * (1 + max_adapters)
     return element_bytes * widths * ranks
 
 

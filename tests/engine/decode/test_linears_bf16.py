@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from conftest import rms_error
 from models.packed.test_fused_weights import K, exactly, linears_of, rounded_masters
 from qerl.engine.decode import linears as op
-from qerl.kernels.tiles.row_slots import slot_rank
+from qerl.kernels.tiles.row_slots import kernel_rank
 from qerl.models.mixture import copy_masters
 
 WIDTHS = (96, 64, 64)
@@ -30,7 +30,7 @@ def given(group, x):
 @pytest.mark.parametrize("ranks", [(16, 16, 16), (0, 16, 0), (8, 0, 24), (8, 8, 8), (1, 0, 0)], ids=str)
 def test_a_groups_product_is_its_linears(ranks, bias, device, rng):
     group, exact = group_of(rng, ranks=ranks, bias=bias, device=device)
-    assert group.room == len(group.a) == slot_rank(sum(ranks)) and group.b is None
+    assert group.room == len(group.a) == kernel_rank(sum(ranks)) and group.b is None
     x = torch.randn(7, K, generator=rng).bfloat16().to(device)
     residual = torch.randn(7, sum(WIDTHS), generator=rng).to(device)
     want, linears = exact(x.double()), op.TorchLinears()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qerl.engine.decode.layer import LayerStep, NormedProducts, Published, StepParts, StepRows
 from qerl.kernels.delta_net.delta_net_step import DeltaNetStep, DeltaWeights, Gates, supports
-from qerl.kernels.tiles.row_slots import slot_rank
+from qerl.kernels.tiles.row_slots import kernel_rank
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Layer
 from qerl.models.linear import QuantLinear
@@ -102,7 +102,7 @@ class _GateLinears:
     """The linears of b and a as one matrix: the adapters' A, then the weights, unpacked."""
 
     def __init__(self, linears: Sequence[QuantLinear]):
-        self._linears, self._rank = linears, slot_rank(max(linear.rank for linear in linears))
+        self._linears, self._rank = linears, kernel_rank(max(linear.rank for linear in linears))
         self.scaling = max(linear.scaling for linear in linears) or 1.0
         weights_NK = torch.cat([linear.operand() for linear in linears])
         first, num_rows = self._rank * len(linears), len(weights_NK)

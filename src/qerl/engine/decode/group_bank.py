@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels.tiles.packed_product import PackedAdapter
-from qerl.kernels.tiles.row_slots import RowSlots, slot_rank
+from qerl.kernels.tiles.row_slots import RowSlots, kernel_rank
 from qerl.models.adapter_bank import AdapterBank
 from qerl.models.linear import QuantLinear
 
@@ -29,7 +29,7 @@ class GroupBank:
     ):
         """starts: as PackedAdapter has them; order_N: of the packed rows, None if they are in order."""
         self.bank, self._linears, self._starts, self._order_N = bank, linears, starts, order_N
-        self._rank, self._versions = slot_rank(bank.max_rank), dict[int, int]()
+        self._rank, self._versions = kernel_rank(bank.max_rank), dict[int, int]()
         slots, width = 1 + bank.max_adapters, linears[0].in_width
         how = {"dtype": linears[0].compute, "device": bank.scalings_S.device}
         self.a_SRK = torch.zeros(slots, len(linears) * self._rank, width, **how)

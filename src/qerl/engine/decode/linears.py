@@ -32,7 +32,7 @@ from qerl.kernels.tiles.nvfp4_decode import (
 )
 from qerl.kernels.tiles.nvfp4_tile import MAX_TOKENS
 from qerl.kernels.tiles.portable_product import PortableProduct
-from qerl.kernels.tiles.row_slots import slot_rank
+from qerl.kernels.tiles.row_slots import kernel_rank
 from qerl.kernels.tiles.tile_layout import TileLayout
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.adapter_bank import AdapterBank
@@ -55,7 +55,7 @@ class LinearGroup:
 
     def __init__(self, linears: Sequence[QuantLinear]):
         self.linears, self.tiles = tuple(linears), tiles_of(linears)
-        self.rank = slot_rank(max(linear.rank for linear in linears))
+        self.rank = kernel_rank(max(linear.rank for linear in linears))
         self.scaling = max(linear.scaling for linear in linears)
         self.in_width = linears[0].in_width
         self.ends = torch.tensor([linear.out_width for linear in linears]).cumsum(0).tolist()
@@ -121,8 +121,8 @@ class LinearGroup:
         if self.tiles is not None:
             return a, self._in_order(torch.cat(b_parts))
         if self.wide_NC is None:
-            return with_rank(a, torch.block_diag(*b_parts), slot_rank(len(a)))
-        return F.pad(a, (0, 0, 0, slot_rank(len(a)) - len(a))), None
+            return with_rank(a, torch.block_diag(*b_parts), kernel_rank(len(a)))
+        return F.pad(a, (0, 0, 0, kernel_rank(len(a)) - len(a))), None
 
     def _in_order(self, rows_N: Tensor) -> Tensor:
         """Return rows of the linears in the order of the packed ones."""

@@ -17,7 +17,7 @@ MAX_SLOTS = 32
 """The kernels have a bit for each."""
 
 
-def slot_rank(max_rank: int) -> int:
+def kernel_rank(max_rank: int) -> int:
     """Return the rank of operands for adapters of up to this one: kernels take a multiple of 16."""
     return -(-max_rank // 16) * 16
 

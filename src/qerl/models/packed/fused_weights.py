@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qerl.formats import BF16, FP8Flow, PackedWeight
 from qerl.formats.fp8 import BLOCK
-from qerl.kernels.tiles.row_slots import slot_rank
+from qerl.kernels.tiles.row_slots import kernel_rank
 from qerl.models.linear import QuantLinear
 
 _ROW_ELEMENTS = 64
@@ -89,7 +89,7 @@ def _is_of(fused: FusedBF16 | FusedPacked, linears: Sequence[QuantLinear]) -> bo
 def _fuse_bf16(linears: Sequence[QuantLinear]) -> FusedBF16:
     operands, columns = [linear.operand() for linear in linears], linears[0].in_width
     ranks = [0 if linear.b_work is None else linear.b_work.shape[1] for linear in linears]
-    wide = columns + slot_rank(sum(ranks))
+    wide = columns + kernel_rank(sum(ranks))
     row = -(-wide // _ROW_ELEMENTS) * _ROW_ELEMENTS if any(ranks) else columns
     num_rows = sum(len(operand) for operand in operands)
     whole = torch.empty(num_rows, row, dtype=operands[0].dtype, device=operands[0].device)
