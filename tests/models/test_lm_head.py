@@ -82,7 +82,7 @@ def test_the_operand_is_the_packed_weight_exactly(format, compute, rng):
 def test_where_the_decode_kernels_run_nvfp4_is_in_their_tiles(rng, monkeypatch):
     weight_VD, hidden_TD = table(rng, torch.bfloat16), torch.randn(7, D, generator=rng).bfloat16()
     plain = head_of(weight_VD, "nvfp4")
-    monkeypatch.setattr(op, "has_tile_kernels", lambda device: True)
+    monkeypatch.setattr("qerl.models.device.has_tile_kernels", lambda device: True)
     monkeypatch.setattr(op, "_CHUNK_WEIGHTS", 256 * D)
     tiled = head_of(weight_VD, "nvfp4")
     assert isinstance(plain.packed, NVFP4) and isinstance(tiled.packed, PackedNVFP4)
@@ -96,7 +96,7 @@ def test_where_the_decode_kernels_run_nvfp4_is_in_their_tiles(rng, monkeypatch):
 @pytest.mark.parametrize("format", ["fp8", "nvfp4", "tiles"])
 def test_rows_are_padded_with_zeros_to_what_the_decode_kernel_reads(format, width, rng, monkeypatch):
     """As gpt-oss's 2,880 weights to 2,944: no number changes."""
-    monkeypatch.setattr(op, "has_tile_kernels", lambda device: format == "tiles")
+    monkeypatch.setattr("qerl.models.device.has_tile_kernels", lambda device: format == "tiles")
     weight_VD = torch.randn(V, width, generator=rng).mul_(0.1).bfloat16()
     head = head_of(weight_VD, "fp8" if format == "fp8" else "nvfp4")
     exact = FP8.encode_exact(weight_VD) if format == "fp8" else NVFP4.encode(weight_VD)
@@ -115,7 +115,7 @@ def test_rows_are_padded_with_zeros_to_what_the_decode_kernel_reads(format, widt
 @pytest.mark.parametrize("format", ["fp8", "nvfp4", "tiles"])
 def test_the_learner_unpacks_a_slice_of_the_head_at_a_time(format, rng, monkeypatch):
     """704 rows in slices of 256, each once for all chunks of tokens, with the values of the whole operand."""
-    monkeypatch.setattr(op, "has_tile_kernels", lambda device: format == "tiles")
+    monkeypatch.setattr("qerl.models.device.has_tile_kernels", lambda device: format == "tiles")
     monkeypatch.setattr(head_operand, "_MAX_UNPACKED", 256 * D)
     head = head_of(table(rng, torch.bfloat16), "fp8" if format == "fp8" else "nvfp4")
     assert isinstance(head.packed, PackedNVFP4) == (format == "tiles")

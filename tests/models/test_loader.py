@@ -70,7 +70,7 @@ def reconfigure(folder, **changes):
 def test_weights_go_into_tiles_where_their_kernels_run(tmp_path, monkeypatch):
     save_tiny(tmp_path, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4)
     plain = load(tmp_path, format="nvfp4", compute=torch.bfloat16)
-    monkeypatch.setattr("qerl.models.loader.has_tile_kernels", lambda device: True)
+    monkeypatch.setattr("qerl.models.device.has_tile_kernels", lambda device: True)
     tiled = load(tmp_path, format="nvfp4", compute=torch.bfloat16)
     kinds = [
         {type(linear.weight) for _, linear in decoder.linears()}

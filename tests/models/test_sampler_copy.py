@@ -44,7 +44,7 @@ def test_where_kernels_read_tiles_the_copys_weights_are_in_tiles(format, is_tile
     settings = {"rank": 4, "device": torch.device("cpu"), "seed": 0}
     decoder = random_decoder(WIDE, format="bf16", **settings)
     plain = logits_of(make_sampler_copy(decoder, format), TOKENS_T)
-    monkeypatch.setattr("qerl.models.sampler_copy.has_tile_kernels", lambda device: True)
+    monkeypatch.setattr("qerl.models.device.has_tile_kernels", lambda device: True)
     twin = make_sampler_copy(decoder, format)
     kinds = [isinstance(linear.weight, PackedTiles) for _, linear in twin.linears()]
     assert kinds == [is_tiled] * len(kinds) and torch.equal(logits_of(twin, TOKENS_T), plain)

@@ -210,7 +210,7 @@ def refuse(*_):
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_random_experts_go_into_tiles_without_a_plain_stack(format, monkeypatch):
-    monkeypatch.setattr(random_weights, "has_tile_kernels", lambda _: True)
+    monkeypatch.setattr("qerl.models.device.has_tile_kernels", lambda _: True)
     monkeypatch.setattr(PackedStack, "of", refuse)
     decoder = random_weights.random_decoder(
         MIXTURE, format=format, rank=16, device=CPU, seed=0, expert_rank=4
@@ -224,7 +224,7 @@ def test_experts_of_a_checkpoint_go_into_tiles_without_a_plain_stack(tmp_path, m
     folder = save(oracle("GptOss", hidden_size=64, intermediate_size=64, num_attention_heads=4), tmp_path)
     settings = {"format": "mxfp4", "compute": torch.bfloat16, "device": CPU, "resident": False}
     plain = loader.build_decoder(locate(str(folder)).open(), **settings)
-    monkeypatch.setattr(loader, "has_tile_kernels", lambda _: True)
+    monkeypatch.setattr("qerl.models.device.has_tile_kernels", lambda _: True)
     monkeypatch.setattr(PackedStack, "of", refuse)
     tiled = loader.build_decoder(locate(str(folder)).open(), **settings)
     for (name, ours), (_, stored) in zip(tiled.expert_linears(), plain.expert_linears(), strict=True):

@@ -49,8 +49,7 @@ def mixture():
 
 def loaded(a, format, head, kernels, monkeypatch):
     """Return the runners and the cache of a decoder with weights, on a CPU that pretends to be a GPU."""
-    for module in ("random_weights", "lm_head"):
-        monkeypatch.setattr(f"qerl.models.{module}.has_tile_kernels", lambda device: True)
+    monkeypatch.setattr("qerl.models.device.has_tile_kernels", lambda device: True)
     monkeypatch.setattr(DecodeRunner, "_uses_graphs", True)
     monkeypatch.setattr("qerl.kernels.runtime.row_kernel.on_gpu", lambda x: True)
     cpu, config = torch.device("cpu"), EngineConfig(max_num_seqs=40)

@@ -51,6 +51,11 @@ def has_tile_kernels(device: torch.device) -> bool:
     return best_kernels(device) != "torch"
 
 
+def keeps_tiles(compute: torch.dtype, device: torch.device) -> bool:
+    """True where weights are kept in the decode kernels' tiles, unless they are resident."""
+    return compute == torch.bfloat16 and has_tile_kernels(device)
+
+
 def multiplies_bf16(device: str) -> bool:
     """True if bf16 products run in hardware; otherwise torch emulates them, slower than fp32."""
     if device == "cuda":

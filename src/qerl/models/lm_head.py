@@ -28,7 +28,7 @@ from qerl.kernels.tiles import tile_unpack
 from qerl.kernels.tiles.nvfp4_decode import TILE_ROWS
 from qerl.kernels.tiles.tile_unpack import UnpackRows
 from qerl.models.checkpoint.layouts.rows import cut_rows
-from qerl.models.device import has_tile_kernels
+from qerl.models.device import keeps_tiles
 from qerl.models.packed.packed_linear import PackedNVFP4, tile_group
 
 # Number of weights unpacked at a time for logits: 134 MB in bfloat16, where 152064 x 3584 of them are 1.1 GB.
@@ -81,8 +81,7 @@ class LMHead(nn.Module):
         """Replace the full weight by one in FP8 or NVFP4."""
         assert packed.shape == self.shape
         packed = _padded(packed)
-        is_tiled = self.compute == torch.bfloat16 and has_tile_kernels(packed.alpha.device)
-        if isinstance(packed, NVFP4) and is_tiled:
+        if isinstance(packed, NVFP4) and keeps_tiles(self.compute, packed.alpha.device):
             packed = PackedNVFP4(tile_group([packed], UnpackRows.ALL), 0)
         self.packed, self.alpha = packed, self.scale * packed.alpha.item()
         self.weight = self._operand = None

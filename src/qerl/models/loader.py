@@ -26,7 +26,7 @@ from qerl.models.checkpoint.state_dict import (
     unquantized_linears,
 )
 from qerl.models.decoder import Decoder, Layer
-from qerl.models.device import has_tile_kernels
+from qerl.models.device import keeps_tiles
 from qerl.models.expert_loading import load_experts
 from qerl.models.layer_spec import check_dense
 from qerl.models.lm_head import check_head
@@ -67,7 +67,7 @@ def build_decoder(
             buffer.copy_(read_float(checkpoint, hf_name))
     # Before the linears, as the head's full weight needs memory.
     decoder.lm_head.pack(head, packed_head)
-    tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
+    tiled = not resident and keeps_tiles(compute, device)
     groups, plain = iter(linear_groups(architecture)), unquantized_linears(architecture)
 
     def encode(weight_NK: Tensor) -> PackedWeight:

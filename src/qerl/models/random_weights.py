@@ -26,7 +26,7 @@ from qerl.kernels.delta_net.gated_delta_net import DeltaShape
 from qerl.models.architecture import Architecture, LayerKind, Mixture, Rope
 from qerl.models.decoder import Attention, Decoder, Layer
 from qerl.models.delta_net import GatedDeltaNet
-from qerl.models.device import has_tile_kernels
+from qerl.models.device import keeps_tiles
 from qerl.models.layer_spec import check_dense
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import check_head
@@ -215,7 +215,7 @@ def random_decoder(
     check_head(head, architecture.vocab_size, architecture.width)
     rng = torch.Generator(device).manual_seed(seed)
     decoder = Decoder(architecture, compute=compute, device=device)
-    is_tiled = compute == torch.bfloat16 and has_tile_kernels(device)
+    is_tiled = keeps_tiles(compute, device)
     for module in decoder.modules():
         if isinstance(module, RMSNorm | NoisedRMSNorm):
             module.weight.fill_(1)

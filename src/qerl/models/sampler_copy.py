@@ -6,12 +6,11 @@ corrects for the difference. The copy takes its format's bytes in addition to th
 
 import copy
 
-import torch
 from torch import nn
 
 from qerl.formats import FORMATS
 from qerl.models.decoder import Decoder, Layer
-from qerl.models.device import has_tile_kernels
+from qerl.models.device import keeps_tiles
 from qerl.models.layer_spec import check_dense
 from qerl.models.linear import QuantLinear
 
@@ -23,7 +22,7 @@ def make_sampler_copy(decoder: Decoder, format: str) -> Decoder:
     duplicate = _copy_module(decoder, format)
     assert isinstance(duplicate, Decoder)
     is_resident = any(linear.is_resident for _, linear in duplicate.linears())
-    if not is_resident and decoder.compute == torch.bfloat16 and has_tile_kernels(decoder.device):
+    if not is_resident and keeps_tiles(decoder.compute, decoder.device):
         for layer in duplicate.layers:
             assert isinstance(layer, Layer)
             layer.tile()
