@@ -326,5 +326,4 @@ def facts(lines: Sequence[Line]) -> dict[str, Any]:
         "commits": sorted({str(line["commit"])[:10] + ("+" if line["is_dirty"] else "") for line in lines}),
         "devices": sorted({str(line["device"]) for line in lines}),
         "seconds": sum(line["seconds"] for line in lines),
-        "workers": sorted({line["workers"] for line in lines}),
     }

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from studies import verdict
-from studies.results import Line, has_own_gpu
+from studies.results import Line, has_own_gpu, num_at_once
 from studies.study import Study
 
 COLUMNS = ("runs", "step, s", "of it sampling, s", "all steps, s", "peak memory, GB")
@@ -90,10 +90,9 @@ def left_out(lines: Sequence[Line]) -> str:
         return ""
     seeds = sorted({line["seed"] for line in shared})
     numbers = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
-    at_once = " or ".join(str(n) for n in sorted({line["workers"] for line in shared}))
     return (
-        f"Not counted: {len(shared)} runs ({numbers}), {at_once} of which shared a GPU at a time; their"
-        " seconds are in no table and in no curve by time."
+        f"Not counted: {len(shared)} runs ({numbers}), {num_at_once(shared)} of which shared a GPU at a time;"
+        " their seconds are in no table and in no curve by time."
     )
 
 

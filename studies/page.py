@@ -19,7 +19,7 @@ from studies import costs, headline, verdict
 from studies.analysis import Judged, Row, facts, judge, table
 from studies.forest import forest_svg
 from studies.picture import STYLE, picture_svg, series_of
-from studies.results import Line
+from studies.results import Line, num_at_once
 from studies.study import Curve, Metric, Study
 
 
@@ -265,10 +265,10 @@ def _origin(study: Study, lines: Sequence[Line], trials: Sequence[Line]) -> str:
     summary = facts([*lines, *trials])
     if not summary["runs"]:
         return "No run is complete."
-    workers = " or ".join(map(str, summary["workers"]))
     commits = ", ".join(summary["commits"])
     differed = " (+: with uncommitted changes)" if "+" in commits else ""
     return (
-        f"{summary['runs']} runs, {clock(summary['seconds'])} in total, {workers} at the same time on one"
-        f" device: {', '.join(summary['devices'])}; commits {commits}{differed}.{_taken(study, lines)}"
+        f"{summary['runs']} runs, {clock(summary['seconds'])} in total, {num_at_once([*lines, *trials])}"
+        f" at the same time on one device: {', '.join(summary['devices'])};"
+        f" commits {commits}{differed}.{_taken(study, lines)}"
     )

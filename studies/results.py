@@ -11,6 +11,7 @@ from another study (`Study.takes_from`) has that study's name.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def key_of(job: Job) -> Key:
 def has_own_gpu(line: Line) -> bool:
     """True if no other run of the study shared the run's GPU: only then do its seconds count."""
     return line["workers"] == 1
+
+
+def num_at_once(lines: Sequence[Line]) -> str:
+    """Return how many runs shared one device: "3", "3 to 6"."""
+    numbers = {line["workers"] for line in lines}
+    return " to ".join(str(n) for n in sorted({min(numbers), max(numbers)}))
 
 
 class Results:

@@ -100,6 +100,8 @@ def test_costs_are_medians_of_runs_with_a_gpu_of_their_own():
     text = "\n".join(costs.markdown(STUDY, lines(5)))
     assert "| gsm8k-0.5b | bf16 | 4 | 2.25 | 1.00 | 102 | 17.0 |" in text
     assert "Not counted: 3 runs (seed 0), 3 of which shared a GPU at a time" in text
+    other = [{**one, "workers": 2 * one["workers"]} for one in lines(2)]
+    assert "3 to 6 of which shared" in costs.left_out([*lines(1), *(x for x in other if x["workers"] == 6)])
     alone_in_one_arm = [one for one in lines(2) if one["arm"] == "nvfp4" or one["seed"] == 0]
     assert costs.cells(costs.costs(STUDY, alone_in_one_arm)[0])[:2] == ("0", "not measured alone")
     assert (
