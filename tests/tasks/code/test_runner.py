@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from processes import all_running, comes_true
-from qerl.tasks.code import sandbox
-from qerl.tasks.code.runner import _CHILD, Limits, run_call, run_test, run_with_input
+from qerl.tasks.code import launch, sandbox
+from qerl.tasks.code.runner import Limits, run_call, run_test, run_with_input
 from qerl.tasks.code.script import read_script
 from qerl.tasks.code.values import decode
 
@@ -36,11 +36,12 @@ def raised(statement, setup=""):
 
 
 def children() -> int:
-    """Processes of this checkout's child.py that still run: Bubblewrap's own name it too."""
+    """Processes of this checkout's child.py that still run, without fork servers: Bubblewrap's own name it too."""
     count = 0
     for pid in all_running():
         with contextlib.suppress(OSError):
-            count += os.fsencode(_CHILD) in Path(f"/proc/{pid}/cmdline").read_bytes()
+            is_server = Path(f"/proc/{pid}/comm").read_text() == "qerl-fork\n"
+            count += not is_server and os.fsencode(launch.CHILD) in Path(f"/proc/{pid}/cmdline").read_bytes()
     return count
 
 

@@ -23,7 +23,7 @@ from qerl.cli import main
 from qerl.config import CodeConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.code import backends, confine, runner, sandbox
+from qerl.tasks.code import backends, confine, launch, sandbox
 from qerl.tasks.code.grade import code
 from qerl.tasks.code.runner import Limits, SandboxUnavailable, probe, run_with_input
 
@@ -61,7 +61,7 @@ def machine(tmp_path, monkeypatch):
         source = Path(backends.__file__).with_name("confine.py").read_text()
         shutil.copytree(Path(backends.__file__).parent, folder, dirs_exist_ok=True)
         (folder / "confine.py").write_text(source + "".join(lines))
-        monkeypatch.setattr(runner, "_CHILD", folder / "child.py")
+        monkeypatch.setattr(launch, "CHILD", folder / "child.py")
         monkeypatch.setenv("PATH", str(tmp_path))
 
     return without
@@ -231,7 +231,7 @@ def confined_processes():
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if os.fsencode(runner._CHILD) in (folder / "cmdline").read_bytes():
+            if os.fsencode(launch.CHILD) in (folder / "cmdline").read_bytes():
                 lines = (folder / "status").read_text().splitlines()
                 status = dict(line.split(":", 1) for line in lines)
                 stat = (folder / "stat").read_text().rpartition(")")[2].split()

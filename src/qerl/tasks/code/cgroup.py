@@ -9,7 +9,8 @@
 
 The groups are made in the worker's own. The kernel enables the controllers for children of a group that has
 processes only in the root of the hierarchy, so elsewhere there are none: this never moves the worker. A
-shell joins the group before it becomes the program's process, so nothing of it ever runs outside.
+forked process joins the group before it loads the program, else a shell joins before it becomes the
+program's process: nothing of it ever runs outside.
 """
 
 import errno
@@ -48,11 +49,11 @@ def find(proc: Path = Path("/proc/self")) -> Path:
 
 
 @contextmanager
-def own_group(parent: Path | None, *, memory_bytes: int, max_tasks: int) -> Iterator[list[str]]:
-    """Make a group in the parent and yield the arguments that start a command in it; at the end kill what
-    runs there and remove the group. Without a parent there is no group, and there are no arguments."""
+def own_group(parent: Path | None, *, memory_bytes: int, max_tasks: int) -> Iterator[Path | None]:
+    """Make a group in the parent and yield the file through which a process joins it; at the end kill what
+    runs there and remove the group. Without a parent there is no group, and no file."""
     if parent is None:
-        yield []
+        yield None
         return
     folder = parent / f"qerl-code-{secrets.token_hex(8)}"
     folder.mkdir()
@@ -62,12 +63,17 @@ def own_group(parent: Path | None, *, memory_bytes: int, max_tasks: int) -> Iter
             _write(folder / "memory.swap.max", "0")
         _write(folder / "memory.oom.group", "1")
         _write(folder / "pids.max", str(max_tasks))
-        yield ["/bin/sh", "-c", _JOIN, str(folder / "cgroup.procs")]
+        yield folder / "cgroup.procs"
     finally:
         try:
             _write(folder / "cgroup.kill", "1")
         finally:
             _remove(folder)
+
+
+def join_command(procs: Path | None) -> list[str]:
+    """Return the arguments before those of a command that starts it in the group of this file."""
+    return ["/bin/sh", "-c", _JOIN, str(procs)] if procs else []
 
 
 def _own_group(proc: Path) -> Path:

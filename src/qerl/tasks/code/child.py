@@ -1,4 +1,5 @@
-"""Run one program or test in the sandbox. The runner starts it as `python -I child.py MODE ...`.
+"""Run one program or test in the sandbox. It starts as `python -I child.py MODE ...`
+or is forked from one that did.
 
     stdin     the program reads standard input; its standard output is graded
     call      one function of the program is called once; its value is sent as plain data
@@ -146,15 +147,25 @@ def _listed(names: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read argv: the mode, and the descriptors of the result, the order (JSON: source, limits, ...) and the
-    socket, or 0."""
-    mode, (result, order, link) = sys.argv[1], map(int, sys.argv[2:5])
-    try:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-        from confine import confine
-        from values import decode, encode
+    socket, or 0; of a server (fork_server.py) those of its control socket and of the worker."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from confine import confine
+    from values import decode, encode
 
-        run_test = importlib.import_module("test_process").run_test if mode == "test" else None
-        del sys.path[0]
+    mode, descriptors = sys.argv[1], [*map(int, sys.argv[2:])]
+    run_test = importlib.import_module("test_process").run_test if mode == "test" else None
+    request = None
+    if len(descriptors) == 2:
+        import fork_server
+
+        request = fork_server.next_request(*descriptors)
+        descriptors = [*request.kept, 0][:3]
+        sys.argv[2:] = map(str, descriptors)
+    del sys.path[0]
+    result, order, link = descriptors
+    try:
+        if request is not None:
+            fork_server.enter(request)
         with os.fdopen(order, encoding="utf-8") as file:
             settings = json.load(file)
         stream = socket.socket(fileno=link).makefile("rwb") if link else None

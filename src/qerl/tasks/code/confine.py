@@ -19,7 +19,8 @@ import sys
 from collections.abc import Collection
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+_PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 4, 8, 38
 _CAP_DAC_READ_SEARCH = 1 << 2
 _CLONE_NEWUSER = 0x10000000
 
@@ -48,7 +49,7 @@ def confine(
     _limit(limits | {"RLIMIT_NPROC": limits["RLIMIT_NPROC"] + num_other_tasks})
     keeps_reading = False
     if user is not None:
-        _prctl(_PR_SET_KEEPCAPS, 1)  # until _keep_capabilities
+        prctl(_PR_SET_KEEPCAPS, 1)  # until _keep_capabilities
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
@@ -56,9 +57,9 @@ def confine(
         is_readable = all(os.access(path, os.R_OK) for path in (folder, *reads))
         keeps_reading = not is_readable and (has_landlock or not required)
     _keep_capabilities(_CAP_DAC_READ_SEARCH if keeps_reading else 0)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)  # other processes of the user cannot read its memory
-    _prctl(_PR_SET_PDEATHSIG, 9)  # after the changes of user, which would undo it
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    prctl(_PR_SET_DUMPABLE, 0)  # other processes of the user cannot read its memory
+    prctl(PR_SET_PDEATHSIG, 9)  # after the changes of user, which would undo it
     active = {"landlock"} if has_landlock else set()
     if has_landlock:
         _landlock(folder, reads)
@@ -124,7 +125,7 @@ def _seccomp(steps: bytes) -> None:
     _check_result(_LIBC.prctl(22, 2, program, 0, 0), "seccomp")
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int | bytes) -> None:
     _check_result(_LIBC.prctl(option, value, 0, 0, 0), f"prctl {option}")
 
 

@@ -15,32 +15,19 @@ import math
 import os
 import selectors
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from qerl.tasks.code import backends, cgroup, values
+from qerl.tasks.code import backends, cgroup, launch, values
+from qerl.tasks.code.launch import SandboxUnavailable
 from qerl.tasks.code.script import Script
 
-_CHILD = Path(backends.__file__).with_name("child.py")
 _RESULT_BYTES = 1000
-_ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    # Up to eight arenas for a core, which glibc makes for threads, take 64 MiB each of the limited addresses:
-    # the 32 threads that ThreadPoolExecutor makes on many cores would have no place in 1 GiB.
-    "MALLOC_ARENA_MAX": "1",
-}
-
-
-class SandboxUnavailable(RuntimeError):
-    """The process could not be sandboxed, so the program was not run."""
+_ERROR_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,10 +50,10 @@ def probe(limits: Limits) -> set[str]:
         raise SandboxUnavailable(f"the sandbox needs Linux, this is {sys.platform}")
     order = {"source": "f = int", "function": "f", "arguments": []}
     try:
-        with _start_child("call", order, limits, stderr=subprocess.PIPE) as (popen, result):
-            output = _read({result: _RESULT_BYTES}, time.monotonic() + 60)[result]
-            popen.kill()
-            errors = popen.communicate()[1].decode(errors="replace").strip()
+        with _start_child("call", order, limits, pipes=("stderr",)) as child:
+            (stderr,) = child.pipes
+            texts = _read({child.result: _RESULT_BYTES, stderr: _ERROR_BYTES}, time.monotonic() + 60)
+            output, errors = texts[child.result], texts[stderr].decode(errors="replace").strip()
     except OSError as error:  # no such command
         raise SandboxUnavailable(str(error)) from error
     try:
@@ -78,12 +65,11 @@ def probe(limits: Limits) -> set[str]:
 
 def run_with_input(program: str, stdin: str, limits: Limits) -> str | None:
     end = time.monotonic() + limits.deadline_s
-    with _start_child("stdin", {"source": program}, limits, stdin=stdin) as (popen, result):
-        assert popen.stdout is not None
-        stdout = popen.stdout.fileno()
-        output = _read({stdout: limits.output_bytes, result: _RESULT_BYTES}, end)
-        _check(output[result], end)
-        if len(output[stdout]) > limits.output_bytes or _exit_code(popen, end) != 0:
+    with _start_child("stdin", {"source": program}, limits, stdin=stdin, pipes=("stdout",)) as child:
+        (stdout,) = child.pipes
+        output = _read({stdout: limits.output_bytes, child.result: _RESULT_BYTES}, end)
+        _check(output[child.result], end)
+        if len(output[stdout]) > limits.output_bytes or child.process.exit_code(end) != 0:
             return None
         return output[stdout].decode(errors="replace")
 
@@ -92,8 +78,8 @@ def run_call(program: str, function: str, arguments: list[Any], limits: Limits) 
     """Return (value,), so that the value may be None, as `values.encode` makes it."""
     order = {"source": program, "function": function, "arguments": values.encode(arguments)}
     end = time.monotonic() + limits.deadline_s
-    with _start_child("call", order, limits) as (_, result):
-        output = _check(_read({result: limits.output_bytes}, end)[result], end)
+    with _start_child("call", order, limits) as child:
+        output = _check(_read({child.result: limits.output_bytes}, end)[child.result], end)
     try:
         return (json.loads(output[1:]),)
     except (ValueError, RecursionError, MemoryError):  # the program may write anything
@@ -106,9 +92,11 @@ def run_test(program: str, test: Script, limits: Limits) -> bool:
     sockets = socket.socketpair()
     deadline = time.monotonic() + limits.deadline_s
     with sockets[0], sockets[1], ExitStack() as stack:
-        _, server = stack.enter_context(_start_child("serve", {"source": program}, limits, link=sockets[0]))
+        server = stack.enter_context(
+            _start_child("serve", {"source": program}, limits, link=sockets[0])
+        ).result
         order = {"test": dataclasses.asdict(test)}
-        _, tester = stack.enter_context(_start_child("test", order, limits, link=sockets[1]))
+        tester = stack.enter_context(_start_child("test", order, limits, link=sockets[1])).result
         for end in sockets:
             end.close()
         output = _read(dict.fromkeys((tester, server), _RESULT_BYTES), deadline)
@@ -116,6 +104,14 @@ def run_test(program: str, test: Script, limits: Limits) -> bool:
         if outcome.startswith("refused "):
             raise ValueError(f"the test {outcome.removeprefix('refused ')}"[:500])
         return bool(_check(output[server], deadline)) and outcome == "passed"
+
+
+class _Child(NamedTuple):
+    process: launch.Process
+    result: int
+    """Descriptor from which its result is read."""
+    pipes: list[int]
+    """Descriptors of the asked standard files."""
 
 
 @contextmanager
@@ -126,37 +122,44 @@ def _start_child(
     *,
     stdin: str = "",
     link: socket.socket | None = None,
-    stderr: int = subprocess.DEVNULL,
-) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Yield the process and the descriptor from which its result is read; kill the process at the end."""
+    pipes: tuple[str, ...] = (),
+) -> Iterator[_Child]:
+    """Start a process and kill it at the end. pipes: of stdout and stderr, those that are read; others are
+    dropped."""
     with ExitStack() as stack:
         backend = backends.BACKENDS[limits.backend]
-        box = stack.enter_context(backend.open_box(_CHILD))
+        box = stack.enter_context(backend.open_box(launch.CHILD))
         bounds = {"memory_bytes": limits.memory_bytes, "max_tasks": backends.MAX_TASKS}
-        join = stack.enter_context(cgroup.own_group(limits.cgroup, **bounds))
+        group = stack.enter_context(cgroup.own_group(limits.cgroup, **bounds))
         seconds = math.ceil(limits.deadline_s) + 1
         settings = backends.confine_settings(backend, box, cpu_s=seconds, memory_bytes=limits.memory_bytes)
-        order_file = stack.enter_context(_memory_file(json.dumps(order | {"confine": settings})))
-        stdin_file = stack.enter_context(_memory_file(stdin))
-        result, child_end = os.pipe()
-        stack.callback(os.close, result)
-        passed = [child_end, order_file, *([link.fileno()] if link else [])]
-        python = [sys.executable, "-I", "-B", str(_CHILD), mode, *map(str, [*passed, 0][:3])]
-        try:
-            popen = subprocess.Popen(
-                [*join, *box.command, *python],
-                stdin=stdin_file,
-                stdout=subprocess.PIPE if mode == "stdin" else subprocess.DEVNULL,
-                stderr=stderr,
-                pass_fds=passed,
-                cwd=box.cwd,
-                env=_ENVIRONMENT | {"HOME": box.folder, "TMPDIR": box.folder},
-                start_new_session=True,
+        with ExitStack() as given:
+            order_file = given.enter_context(_memory_file(json.dumps(order | {"confine": settings})))
+            ends = {name: _pipe(stack, given) for name in ("result", *pipes)}
+            dropped = _closed_by(given, os.open(os.devnull, os.O_WRONLY))
+            out, err, result = (ends.get(name, (0, dropped))[1] for name in ("stdout", "stderr", "result"))
+            descriptors = launch.Descriptors(
+                stdin=given.enter_context(_memory_file(stdin)),
+                stdout=out,
+                stderr=err,
+                result=result,
+                order=order_file,
+                link=None if link is None else link.fileno(),
             )
-        finally:
-            os.close(child_end)
-        stack.callback(_kill, popen)
-        yield popen, result
+            process = launch.start(mode, box, group, descriptors)
+        stack.callback(process.kill)
+        yield _Child(process, ends["result"][0], [ends[name][0] for name in pipes])
+
+
+def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
+    """Return a pipe's ends, each closed by its own stack."""
+    read, write = os.pipe()
+    return _closed_by(reader, read), _closed_by(writer, write)
+
+
+def _closed_by(stack: ExitStack, descriptor: int) -> int:
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
 @contextmanager
@@ -166,13 +169,6 @@ def _memory_file(text: str) -> Iterator[int]:
         file.write(text.encode(errors="surrogatepass"))
         file.seek(0)
         yield file.fileno()
-
-
-def _kill(popen: subprocess.Popen[bytes]) -> None:
-    popen.kill()
-    popen.wait()
-    if popen.stdout is not None:
-        popen.stdout.close()
 
 
 def _read(limits: dict[int, int], end: float) -> dict[int, bytes]:
@@ -190,13 +186,6 @@ def _read(limits: dict[int, int], end: float) -> dict[int, bytes]:
                     selector.unregister(key.fd)
                 is_over |= len(output[key.fd]) > limits[key.fd]
     return {descriptor: bytes(text) for descriptor, text in output.items()}
-
-
-def _exit_code(popen: subprocess.Popen[bytes], end: float) -> int | None:
-    try:
-        return popen.wait(max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def _check(result: bytes, end: float) -> bytes:
