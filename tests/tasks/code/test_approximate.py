@@ -50,6 +50,8 @@ def is_close(kind, value, expected, **tolerances):
 @given(value=VALUES, expected=VALUES, rel=TOLERANCES, abs=TOLERANCES, nan_ok=st.booleans())
 @example(value=np.array([9.0, 1.0]), expected=np.array([9.0, 1.0]), rel=None, abs=None, nan_ok=False)
 @example(value=[9.0, 1.0], expected=np.array([9.0, 1.0]), rel=None, abs=None, nan_ok=False)
+@example(value=0, expected=Decimal("1.0000001"), rel=2.0, abs=None, nan_ok=False)
+@example(value=1, expected=Decimal("1.1"), rel=None, abs=0.2, nan_ok=False)
 @example(value=1, expected=True, rel=None, abs=None, nan_ok=False)
 @example(value=[[1.0]], expected=[[1.0]], rel=None, abs=None, nan_ok=False)
 def test_a_value_is_close_where_pytest_says_so(value, expected, rel, abs, nan_ok):

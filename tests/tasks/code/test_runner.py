@@ -36,7 +36,7 @@ def raised(statement, setup=""):
 
 
 def children() -> int:
-    """Processes of this checkout's child.py that still run, without fork servers: Bubblewrap's own name it too."""
+    """Processes of this checkout's child.py that still run, but for servers: Bubblewrap's own name it too."""
     count = 0
     for pid in all_running():
         with contextlib.suppress(OSError):

@@ -80,12 +80,16 @@ class approx:
 
     def _tolerance(self, expected: Any) -> Any:
         number: Any = Decimal if isinstance(expected, Decimal) else float
-        absolute = number("1e-12") if self._abs is None else self._abs
+        rel, absolute = (
+            number(given) if number is Decimal and isinstance(given, float | int) else given
+            for given in (self._rel, self._abs)
+        )
+        absolute = number("1e-12") if absolute is None else absolute
         if absolute < 0 or math.isnan(absolute):
             raise ValueError("absolute tolerance can't be negative or NaN")
         if self._rel is None and self._abs is not None:
             return absolute
-        relative = (number("1e-6") if self._rel is None else self._rel) * abs(expected)
+        relative = (number("1e-6") if rel is None else rel) * abs(expected)
         if relative < 0 or math.isnan(relative):
             raise ValueError("relative tolerance can't be negative or NaN")
         return max(relative, absolute)
