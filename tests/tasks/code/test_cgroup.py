@@ -330,10 +330,10 @@ def test_the_kernel_bounds_memory_and_tasks():
         pytest.skip(str(error))
     joined_group()
     fills = "b'x' * (400 << 20)"
-    for memory_bytes, code in ((0, -9), (600 << 20, 0)):
+    for memory_bytes, returned in ((0, -9), (600 << 20, 0)):
         with cgroup.own_group(group, memory_bytes=memory_bytes, max_tasks=64) as procs:
             command = [*cgroup.join_command(procs), sys.executable, "-c", fills]
-            assert subprocess.run(command, check=False).returncode == code
+            assert subprocess.run(command, check=False).returncode == returned
     starts = """
 import os, threading, time
 count = 0

@@ -150,22 +150,21 @@ def main() -> None:
     socket, or 0; of a server (fork_server.py) those of its control socket and of the worker."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     from confine import confine
+    from fork_server import enter, next_request
     from values import decode, encode
 
     mode, descriptors = sys.argv[1], [*map(int, sys.argv[2:])]
     run_test = importlib.import_module("test_process").run_test if mode == "test" else None
     request = None
     if len(descriptors) == 2:
-        import fork_server
-
-        request = fork_server.next_request(*descriptors)
+        request = next_request(*descriptors)
         descriptors = [*request.kept, 0][:3]
         sys.argv[2:] = map(str, descriptors)
     del sys.path[0]
     result, order, link = descriptors
     try:
         if request is not None:
-            fork_server.enter(request)
+            enter(request)
         with os.fdopen(order, encoding="utf-8") as file:
             settings = json.load(file)
         stream = socket.socket(fileno=link).makefile("rwb") if link else None

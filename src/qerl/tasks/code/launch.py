@@ -69,6 +69,7 @@ def start(mode: str, box: Box, group: Path | None, descriptors: Descriptors) -> 
     """group: file of the control group that it joins. Raise SandboxUnavailable or OSError."""
     if box.command or not _has_pidfds():
         return _Spawned(mode, box, group, descriptors)
+    reason = ""
     for _ in range(2):  # a server may have ended since it forked the last one
         server = _server(mode)
         try:
@@ -142,7 +143,7 @@ class _Server:
                 stdout=subprocess.PIPE if mode == "stdin" else subprocess.DEVNULL,
                 stderr=self._errors,
                 pass_fds=passed,
-                env=_ENVIRONMENT,
+                env=_ENVIRONMENT | {"HOME": "/", "TMPDIR": "/"},  # until a process has its own
                 start_new_session=True,
             )
         except OSError:
