@@ -18,7 +18,7 @@ import pytest
 from processes import all_running, comes_true, has_ended
 from qerl.tasks.code import launch, sandbox
 from qerl.tasks.code.runner import Limits, SandboxUnavailable, run_call, run_test, run_with_input
-from qerl.tasks.code.test_cases import parse_tests
+from qerl.tasks.code.script import read_script
 from qerl.tasks.code.values import decode
 
 SANDBOX = sandbox.choose(unsafe=True)
@@ -61,7 +61,7 @@ def test_a_server_forks_the_processes_of_its_mode():
     parents = {printed(PARENT) for _ in range(5)}
     assert parents == {f"{server()}\n"}
     assert Path(f"/proc/{server()}/comm").read_text() == "qerl-fork\n"
-    (test,) = parse_tests(["import os\nassert f() != os.getppid() > 0"], None)
+    test = read_script("import os\nassert f() != os.getppid() > 0")
     assert run_test("import os\nf = os.getppid", test, LIMITS)
     assert len({server(mode) for mode in ("stdin", "serve", "test")}) == 3 == len(launch._servers)
 
@@ -172,7 +172,7 @@ def memory(pid) -> bytes:
 
 def test_a_server_never_holds_a_program_or_a_test():
     secret = "".join(["se", "cret of ", "the test"])
-    (test,) = parse_tests([f"assert f() == 1, '{secret}'"], None)
+    test = read_script(f"assert f() == 1, '{secret}'")
     assert run_test(f"def f(): return len('{secret}') - 17", test, LIMITS)
     for mode in ("serve", "test"):
         try:
@@ -288,18 +288,21 @@ def test_threads_run_programs_at_the_same_time():
 
 
 def test_no_descriptor_is_left_open():
-    (test,) = parse_tests(["assert f() == 1"], None)
+    test = read_script("assert f() == 1")
 
     def run():
         assert run_test("def f(): return 1", test, LIMITS) and printed("print(1)") == "1\n"
         assert printed("import os; os.abort()") is None and called("def f(): return 1") == 1
 
     run()
-    pids = [os.getpid(), *(each.pid for each in launch._servers.values())]
-    before = [descriptors(pid) for pid in pids]
+    before = descriptors(os.getpid())
     for _ in range(20):
         run()
-    assert comes_true(lambda: [descriptors(pid) for pid in pids] == before)
+    assert descriptors(os.getpid()) == before
+    for (
+        each
+    ) in launch._servers.values():
+        assert comes_true(lambda pid=each.pid: descriptors(pid) == 5)
 
 
 def test_a_server_that_does_not_start_gives_its_reason(monkeypatch, tmp_path):
