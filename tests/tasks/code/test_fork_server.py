@@ -299,9 +299,7 @@ def test_no_descriptor_is_left_open():
     for _ in range(20):
         run()
     assert descriptors(os.getpid()) == before
-    for (
-        each
-    ) in launch._servers.values():
+    for each in launch._servers.values():
         assert comes_true(lambda pid=each.pid: descriptors(pid) == 5)
 
 

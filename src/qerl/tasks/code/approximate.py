@@ -81,8 +81,8 @@ class approx:
     def _tolerance(self, expected: Any) -> Any:
         number: Any = Decimal if isinstance(expected, Decimal) else float
         rel, absolute = (
-            number(given) if number is Decimal and isinstance(given, float | int) else given
-            for given in (self._rel, self._abs)
+            number(tolerance) if number is Decimal and isinstance(tolerance, float | int) else tolerance
+            for tolerance in (self._rel, self._abs)
         )
         absolute = number("1e-12") if absolute is None else absolute
         if absolute < 0 or math.isnan(absolute):

@@ -158,7 +158,7 @@ def main() -> None:
     request = None
     if len(descriptors) == 2:
         request = next_request(*descriptors)
-        descriptors = [*request.kept, 0][:3]
+        descriptors = [*request.channels, 0][:3]
         sys.argv[2:] = map(str, descriptors)
     del sys.path[0]
     result, order, link = descriptors

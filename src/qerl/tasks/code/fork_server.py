@@ -20,27 +20,31 @@ from typing import NamedTuple
 from confine import PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 
 NAME = b"qerl-fork"
-"""What `ps -o comm` calls a server; its processes keep Python's name."""
+"""A server's name for `ps -o comm`; its processes keep Python's."""
 
 
-class Request(NamedTuple):
+_Running = dict[int, tuple[int, int]]
+"""By pidfd: process, descriptor of its exit code."""
+
+
+class ForkRequest(NamedTuple):
     folder: str
     group: str | None
     standard: list[int]
     """Descriptors that become 0, 1 and 2."""
-    kept: list[int]
-    """Those that keep their numbers."""
+    channels: list[int]
+    """Result, order and socket, which keep their numbers."""
     server: int
     """Process that forked this one."""
 
 
-def next_request(control_end: int, worker: int) -> Request:
+def next_request(control_end: int, worker: int) -> ForkRequest:
     """Serve, and return in each forked process, which must then `enter`. worker: a pidfd."""
     gc.collect()
     gc.freeze()
     name = _renamed(NAME)
     control, poll = socket.socket(fileno=control_end), select.poll()
-    running: dict[int, tuple[int, int]] = {}  # pidfd: process, descriptor of its exit code
+    running: _Running = {}
     for descriptor in (control_end, worker):
         poll.register(descriptor, select.POLLIN)
     while True:
@@ -56,7 +60,7 @@ def next_request(control_end: int, worker: int) -> Request:
                 return request
 
 
-def enter(request: Request) -> None:
+def enter(request: ForkRequest) -> None:
     """Leave what is the server's: session, descriptors, folder, control group."""
     os.setsid()
     prctl(PR_SET_PDEATHSIG, 9)
@@ -65,7 +69,7 @@ def enter(request: Request) -> None:
     for number, descriptor in enumerate(request.standard):
         os.dup2(descriptor, number)
     last = 2
-    for descriptor in sorted(request.kept):
+    for descriptor in sorted(request.channels):
         os.closerange(last + 1, descriptor)
         last = descriptor
     os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
@@ -77,19 +81,19 @@ def enter(request: Request) -> None:
     os.environ |= {"HOME": request.folder, "TMPDIR": request.folder}
 
 
-def _forked(control: socket.socket, poll: select.poll, running: dict[int, tuple[int, int]]) -> Request | None:
+def _forked(control: socket.socket, poll: select.poll, running: _Running) -> ForkRequest | None:
     """Fork for the request that has arrived; return it in the forked process. End with the worker's end."""
     text, descriptors, *_ = socket.recv_fds(control, 1 << 16, 16)
     if not text:
         os._exit(0)
     server, unused = os.getpid(), descriptors
     try:
-        standard, (status, *kept) = descriptors[:3], descriptors[3:]
+        standard, (status, *channels) = descriptors[:3], descriptors[3:]
         process = os.fork()
         if process == 0:
-            return Request(**json.loads(text), standard=standard, kept=kept, server=server)
+            return ForkRequest(**json.loads(text), standard=standard, channels=channels, server=server)
         pidfd = _opened(process)
-        unused = [*standard, *kept]
+        unused = [*standard, *channels]
     except (OSError, ValueError) as error:  # the descriptors of a request may be more than are free
         control.send(f"{type(error).__name__}: {error}".encode())
     else:

@@ -51,7 +51,7 @@ class Descriptors(NamedTuple):
     link: int | None
 
     @property
-    def kept(self) -> list[int]:
+    def channels(self) -> list[int]:
         return [self.result, self.order, *([] if self.link is None else [self.link])]
 
 
@@ -82,11 +82,11 @@ def start(mode: str, box: Box, group: Path | None, descriptors: Descriptors) -> 
 class _Spawned:
     def __init__(self, mode: str, box: Box, group: Path | None, descriptors: Descriptors):
         self._popen = subprocess.Popen(
-            [*cgroup.join_command(group), *box.command, *_python(mode, *[*descriptors.kept, 0][:3])],
+            [*cgroup.join_command(group), *box.command, *_python(mode, *[*descriptors.channels, 0][:3])],
             stdin=descriptors.stdin,
             stdout=descriptors.stdout,
             stderr=descriptors.stderr,
-            pass_fds=descriptors.kept,
+            pass_fds=descriptors.channels,
             cwd=box.cwd,
             env=_ENVIRONMENT | {"HOME": box.folder, "TMPDIR": box.folder},
             start_new_session=True,
@@ -125,7 +125,7 @@ class _ServerEnded(Exception):
     pass
 
 
-class _Server:
+class _ForkServer:
     """A process that forks one for each request (fork_server.py)."""
 
     def __init__(self, mode: str):
@@ -162,7 +162,7 @@ class _Server:
     def fork(self, folder: str, group: Path | None, descriptors: Descriptors) -> _Forked:
         status, status_end = os.pipe()
         text = json.dumps({"folder": folder, "group": None if group is None else str(group)}).encode()
-        passed = [*descriptors[:3], status_end, *descriptors.kept]
+        passed = [*descriptors[:3], status_end, *descriptors.channels]
         try:
             with self._lock:
                 socket.send_fds(self._control, [text], passed)
@@ -198,17 +198,17 @@ class _Server:
 
 
 _lock = threading.Lock()
-_servers: dict[tuple[str, str, Path], _Server] = {}
+_servers: dict[tuple[str, str, Path], _ForkServer] = {}
 """By mode and what it runs."""
-_of_the_parent: list[dict[tuple[str, str, Path], _Server]] = []
+_of_the_parent: list[dict[tuple[str, str, Path], _ForkServer]] = []
 
 
-def _server(mode: str) -> _Server:
+def _server(mode: str) -> _ForkServer:
     key = (mode, sys.executable, CHILD)
     with _lock:
         if key not in _servers:
             try:
-                _servers[key] = _Server(mode)
+                _servers[key] = _ForkServer(mode)
             except OSError as error:
                 raise SandboxUnavailable(str(error)) from error
         return _servers[key]

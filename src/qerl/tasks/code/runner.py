@@ -133,13 +133,13 @@ def _start_child(
         group = stack.enter_context(cgroup.own_group(limits.cgroup, **bounds))
         seconds = math.ceil(limits.deadline_s) + 1
         settings = backends.confine_settings(backend, box, cpu_s=seconds, memory_bytes=limits.memory_bytes)
-        with ExitStack() as given:
-            order_file = given.enter_context(_memory_file(json.dumps(order | {"confine": settings})))
-            ends = {name: _pipe(stack, given) for name in ("result", *pipes)}
-            dropped = _closed_by(given, os.open(os.devnull, os.O_WRONLY))
+        with ExitStack() as writers:
+            order_file = writers.enter_context(_memory_file(json.dumps(order | {"confine": settings})))
+            ends = {name: _pipe(stack, writers) for name in ("result", *pipes)}
+            dropped = _closed_by(writers, os.open(os.devnull, os.O_WRONLY))
             out, err, result = (ends.get(name, (0, dropped))[1] for name in ("stdout", "stderr", "result"))
             descriptors = launch.Descriptors(
-                stdin=given.enter_context(_memory_file(stdin)),
+                stdin=writers.enter_context(_memory_file(stdin)),
                 stdout=out,
                 stderr=err,
                 result=result,
