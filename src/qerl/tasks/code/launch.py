@@ -227,7 +227,8 @@ def stop_servers() -> None:
         server.stop()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @cache
