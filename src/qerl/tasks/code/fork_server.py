@@ -68,11 +68,9 @@ def enter(request: ForkRequest) -> None:
         os._exit(1)
     for number, descriptor in enumerate(request.standard):
         os.dup2(descriptor, number)
-    last = 2
-    for descriptor in sorted(request.channels):
-        os.closerange(last + 1, descriptor)
-        last = descriptor
-    os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
+    for number in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *request.channels}:
+        with contextlib.suppress(OSError):  # the one of this listing
+            os.close(number)
     if request.group is not None:
         group = os.open(request.group, os.O_WRONLY)
         os.write(group, b"0\n")
@@ -88,10 +86,10 @@ def _forked(control: socket.socket, poll: select.poll, running: _Running) -> For
         os._exit(0)
     server, unused = os.getpid(), descriptors
     try:
-        standard, (status, *channels) = descriptors[:3], descriptors[3:]
+        standard, (status, *channels), fields = descriptors[:3], descriptors[3:], json.loads(text)
         process = os.fork()
         if process == 0:
-            return ForkRequest(**json.loads(text), standard=standard, channels=channels, server=server)
+            return ForkRequest(**fields, standard=standard, channels=channels, server=server)
         pidfd = _opened(process)
         unused = [*standard, *channels]
     except (OSError, ValueError) as error:  # the descriptors of a request may be more than are free
