@@ -19,8 +19,8 @@ import sys
 from collections.abc import Collection
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-_PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 4, 8, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15
+_PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 8, 38
 _CAP_DAC_READ_SEARCH = 1 << 2
 _CLONE_NEWUSER = 0x10000000
 
@@ -58,7 +58,7 @@ def confine(
         keeps_reading = not is_readable and (has_landlock or not required)
     _keep_capabilities(_CAP_DAC_READ_SEARCH if keeps_reading else 0)
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    prctl(_PR_SET_DUMPABLE, 0)  # other processes of the user cannot read its memory
+    prctl(PR_SET_DUMPABLE, 0)  # other processes of the user cannot read its memory
     prctl(PR_SET_PDEATHSIG, 9)  # after the changes of user, which would undo it
     active = {"landlock"} if has_landlock else set()
     if has_landlock:

@@ -17,7 +17,7 @@ import select
 import socket
 from typing import NamedTuple
 
-from confine import PR_SET_NAME, PR_SET_PDEATHSIG, prctl
+from confine import PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 
 NAME = b"qerl-fork"
 """A server's name for `ps -o comm`; its processes keep Python's."""
@@ -43,6 +43,7 @@ def next_request(control_end: int, worker: int) -> ForkRequest:
     gc.collect()
     gc.freeze()
     name = _renamed(NAME)
+    prctl(PR_SET_DUMPABLE, 0)  # its processes, where nothing else confines them, cannot write its memory
     control, poll = socket.socket(fileno=control_end), select.poll()
     running: _Running = {}
     for descriptor in (control_end, worker):
