@@ -1,7 +1,7 @@
 """Start child.py for one program or test: by a command, or as a fork of a server.
 
 A box with a command (Bubblewrap) starts Python anew. Else the process is forked from a server, which has
-imported what the mode needs: an eighth of the time. A worker has a server for each mode, which starts with
+imported what the mode needs: a sixth of the time. A worker has a server for each mode, which starts with
 its first process, starts again if it was killed, and ends with the worker.
 """
 
