@@ -299,6 +299,9 @@ def test_no_descriptor_is_left_open():
     for _ in range(20):
         run()
     assert descriptors(os.getpid()) == before
+    if os.geteuid() != 0:  # who may not look into what cannot be dumped
+        return
+    # Once it has reaped, a server has its standard files, its socket and a pidfd of the worker.
     for each in launch._servers.values():
         assert comes_true(lambda pid=each.pid: descriptors(pid) == 5)
 

@@ -180,11 +180,9 @@ def test_a_program_dies_with_the_worker_that_runs_it(tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     worker = subprocess.Popen([sys.executable, "-c", runs], env=environment)
-    end = time.monotonic() + 30
-    while children() == 0 and time.monotonic() < end:
-        time.sleep(0.05)
-    has_begun = children() >= 1
-    time.sleep(0.5)  # until it is confined
+    comes_true(lambda: children() >= 1, within_s=30)
+    time.sleep(0.5)  # a server has Python's name while it starts; then until the program is confined
+    has_begun = comes_true(lambda: children() >= 1)
     worker.kill()
     worker.wait()
     assert has_begun and is_nothing_left()
