@@ -31,9 +31,14 @@ pytestmark = pytest.mark.skipif(not launch._has_pidfds(), reason="this kernel ha
 
 @pytest.fixture(autouse=True)
 def own_servers():
-    launch.stop_servers()
+    stop_servers()
     yield
-    launch.stop_servers()
+    stop_servers()
+
+
+def stop_servers():
+    for one in list(launch._servers.values()):
+        one.stop()
 
 
 def printed(program, stdin="", limits=LIMITS):
@@ -147,10 +152,11 @@ UNSPOILT = """
 @pytest.mark.parametrize("kind", SPOILS)
 def test_nothing_of_a_program_is_left_to_the_next(kind):
     expected = printed(UNSPOILT, "typed\n")
-    first = server()
+    first, begin = server(), time.monotonic()
     printed(SPOILS[kind], limits=dataclasses.replace(LIMITS, deadline_s=1.0))
     assert printed(UNSPOILT, "typed\n") == expected and server() == first
     assert expected is not None and expected.endswith("True [] typed\n")
+    assert time.monotonic() - begin < 20  # some would go on for 60
 
 
 def test_random_numbers_of_two_processes_differ():

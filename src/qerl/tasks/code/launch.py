@@ -5,7 +5,6 @@ imported what the mode needs: a sixth of the time. A worker has a server for eac
 its first process, starts again if it was killed, and ends with the worker.
 """
 
-import atexit
 import json
 import os
 import select
@@ -219,12 +218,6 @@ def _leave_to_parent() -> None:
     global _lock, _servers
     _of_the_parent.append(_servers)
     _lock, _servers = threading.Lock(), {}
-
-
-@atexit.register
-def stop_servers() -> None:
-    for server in list(_servers.values()):
-        server.stop()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
