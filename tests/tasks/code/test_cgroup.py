@@ -194,7 +194,7 @@ def test_a_kernel_that_does_not_count_swap_has_no_limit_of_it(kernel, limits):
     assert "memory.swap.max" not in kernel.events and kernel.groups() == []
 
 
-def test_a_program_that_cannot_join_its_group_does_not_run(kernel, limits):
+def test_a_program_that_cannot_join_its_group_does_not_run(kernel, limits, backend):
     kernel.files = (*FILES[:4], "cgroup.kill")
     ran = []
     real = kernel._refuse
@@ -208,7 +208,8 @@ def test_a_program_that_cannot_join_its_group_does_not_run(kernel, limits):
         real(name)
 
     kernel._refuse = refuse
-    with pytest.raises(SandboxUnavailable, match=r"ended before it was confined|IsADirectoryError"):
+    reason = "ended before it was confined" if backend == "bwrap" else "IsADirectoryError"
+    with pytest.raises(SandboxUnavailable, match=reason):
         run_with_input("print(1)", "", limits)
     assert len(ran) == 1 and kernel.groups() == []
 
@@ -315,7 +316,7 @@ def test_the_kernel_has_a_program_in_a_group_of_its_own(own_group, backend):
 
 def test_the_kernel_kills_what_a_command_leaves_behind(own_group):
     with cgroup.own_group(own_group, memory_bytes=1 << 30, max_tasks=64) as procs:
-        (folder,) = [procs.parent]
+        folder = procs.parent
         leaves = "sleep 1000 </dev/null >/dev/null 2>&1 & echo $!"
         command = [*cgroup.join_command(procs), "setsid", "/bin/sh", "-c", leaves]
         left = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

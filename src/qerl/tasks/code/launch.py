@@ -5,6 +5,7 @@ imported what the mode needs: a sixth of the time. A worker has a server for eac
 its first process, starts again if it was killed, and ends with the worker.
 """
 
+import atexit
 import json
 import os
 import select
@@ -133,13 +134,15 @@ class _ForkServer:
         self._lock = threading.Lock()
         self._errors = os.memfd_create("qerl")
         stdin, worker = os.memfd_create("qerl"), os.pidfd_open(os.getpid())
+        reader, stdout = os.pipe()
+        os.close(reader)
         passed = [control_end.fileno(), worker]
         try:
             # Python takes its standard files as they are at the start: of the kinds that its processes get.
             self._popen = subprocess.Popen(
                 _python(mode, *passed),
                 stdin=stdin,
-                stdout=subprocess.PIPE if mode == "stdin" else subprocess.DEVNULL,
+                stdout=stdout if mode == "stdin" else subprocess.DEVNULL,
                 stderr=self._errors,
                 pass_fds=passed,
                 env=_ENVIRONMENT | {"HOME": "/", "TMPDIR": "/"},  # until a process has its own
@@ -151,8 +154,8 @@ class _ForkServer:
             raise
         finally:
             control_end.close()
-            os.close(stdin)
-            os.close(worker)
+            for descriptor in (stdin, stdout, worker):
+                os.close(descriptor)
 
     @property
     def pid(self) -> int:
@@ -189,8 +192,6 @@ class _ForkServer:
             if self._control.fileno() < 0:
                 return ""
             self._control.close()
-            if self._popen.stdout is not None:
-                self._popen.stdout.close()
             with os.fdopen(self._errors, "rb") as file:
                 file.seek(0)
                 return file.read().decode(errors="replace").strip()[-300:]
@@ -218,6 +219,13 @@ def _leave_to_parent() -> None:
     global _lock, _servers
     _of_the_parent.append(_servers)
     _lock, _servers = threading.Lock(), {}
+
+
+@atexit.register
+def _stop_servers() -> None:
+    """Servers end by themselves, but Python warns of processes that still run."""
+    for server in list(_servers.values()):
+        server.stop()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
